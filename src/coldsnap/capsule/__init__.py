@@ -1,0 +1,1 @@
+"""One process tree in, one capsule out, and back."""

@@ -1,0 +1,1 @@
+"""Units in containers that docker or podman makes."""

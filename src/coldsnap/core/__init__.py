@@ -1,0 +1,1 @@
+"""Nouns and decisions, with no I/O: documents, extents, compatibility, tables of states."""

@@ -1,0 +1,1 @@
+"""What coldsnap needs from an engine, and one folder per engine."""

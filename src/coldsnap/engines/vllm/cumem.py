@@ -1,0 +1,184 @@
+"""vLLM's weights on a GPU as stable memory, and its keys and values gone and back, through vLLM's own allocator.
+
+    adopt_weights   the rows tagged `weights` that hold something become allocations, where they are
+    discard_kv      keys and values, scratch and dead weights: unmapped, no copy made
+    unmap, remap    the weights; `remap` then begins to bring back the rest, beside whoever fills the weights
+    restore_kv      waits for that: all mapped at their addresses, zero
+
+How a mapping is made is `pages`'s business. No allocation is given back early: torch may still cut a block from one
+while its pool is in use. Neither torch nor vllm is imported here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from coldsnap.core.extents import Allocation
+from coldsnap.engines.vllm.pages import CuMem, CuMemPages
+from coldsnap.engines.vllm.pools import Place, Row, backup_problems, discarded, layout_tag, rows_of, weights
+from coldsnap.errors import Problem, Refused
+from coldsnap.hydrate.cuda import AdoptedMemory, Driver, DriverFailure
+from coldsnap.hydrate.cuda.driver import translated_failure
+
+__all__ = ["CuMemMemory"]
+
+
+class CuMemMemory(AdoptedMemory):
+    """The `WeightMemory` of a process that computes on a GPU."""
+
+    def __init__(self, driver: Driver, *, ordinal: int, cumem: CuMem) -> None:
+        super().__init__(driver, ordinal=ordinal, pages=CuMemPages(cumem))
+        self._cumem = cumem
+        self._bringing: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def prepare(self, model: object, tracer: object) -> None:
+        """Nothing: vLLM allocates weights where they can be adopted."""
+
+    def settle(self, model: Any, tracer: object) -> None:
+        """Adopt what the loader made for `model`, a torch module. Its tags say how it is laid out."""
+        self.adopt_weights(_places(model))
+
+    def adopt_weights(self, places: Iterable[Place] = ()) -> tuple[Allocation, ...]:
+        """Adopt the weights that are not adopted yet; those. An empty answer: nothing came since the last call.
+
+        Raises Refused naming each that cannot be: adopted and gone since, or asleep already.
+        """
+        known = tuple(places)
+        with self._lock:
+            adopted = {one.ptr for one in self.allocations}
+            rows = {row.ptr: row for row in weights(rows_of(self._cumem.allocator))}
+            problems = [
+                Problem(field=f"cumem[0x{ptr:x}]", message="held weights, and does no more", cure="restart the engine")
+                for ptr in sorted(adopted - rows.keys())
+            ]
+            new = [row for ptr, row in sorted(rows.items()) if ptr not in adopted]
+            problems += [
+                Problem(field=f"cumem[0x{row.ptr:x}]", message="is asleep already", cure="wake the engine first")
+                for row in new
+                if row.asleep
+            ]
+            if problems:
+                raise Refused("vLLM's weights", problems)
+            allocations = tuple(Allocation(ptr=row.ptr, size=row.size, tag=layout_tag(row, known)) for row in new)
+            self.adopt(allocations)
+            return allocations
+
+    def clear_free(self) -> int:
+        """Zero the adopted blocks that belong to no tensor, so that two captures agree about them; their bytes."""
+        with self._lock:
+            adopted = {one.ptr for one in self.allocations}
+            free = [part for row in self._rows() if row.ptr in adopted and not row.asleep for part in row.free]
+            self.attach()
+            try:
+                self.driver.settle()  # a kernel that was sent before its tensor was freed may still write
+                self._clear(free)
+            except DriverFailure as failure:
+                raise translated_failure(failure, "clearing free blocks", device=self.ordinal) from failure
+            return sum(size for _, size in free)
+
+    def discard_kv(self) -> int:
+        """Give back what needs no preserving; its bytes. May be called again after a failure.
+
+        Raises Refused for `leftovers`, before anything is given back; HostError.
+        """
+        with self._lock:
+            self._settled()
+            if problems := self.leftovers():
+                raise Refused("putting vLLM to sleep", problems)
+            return self._drop()
+
+    def restore_kv(self) -> None:
+        """All that was discarded is mapped at its addresses and zero, or none of it and this raises OutOfSpace,
+        ResourceBusy or HostError, and may be called again."""
+        with self._lock:
+            failure = self._settled()
+            if failure is not None:
+                raise failure
+            self._bring_back()
+
+    def leftovers(self) -> tuple[Problem, ...]:
+        """What somebody else's sleep has left in host memory, where it would be dumped with the process."""
+        problems = backup_problems(self._rows())
+        pinned = self._cumem.pinned_bytes()
+        if pinned:
+            cached = Problem(
+                field="torch.cuda.host_memory_stats",
+                message="pinned blocks that nobody uses are kept for later",
+                value=f"{pinned} bytes",
+                cure="restart the engine, and do not put it to sleep by hand before a capture",
+            )
+            return (*problems, cached)
+        return problems
+
+    def held_bytes(self) -> int:
+        """Device memory that vLLM's allocator still has mapped. Asleep: what stays in the device's image."""
+        return sum(row.size for row in self._rows() if not row.asleep)
+
+    def unmap(self) -> None:
+        """See ``StableMemory.unmap``. What `remap` brought back beside the weights goes with them."""
+        with self._lock:
+            self._settled()
+            if self.mapped and self.allocations:
+                self._drop()
+            super().unmap()
+
+    def remap(self) -> None:
+        """See ``StableMemory.remap``. Begins to bring back what was discarded; `restore_kv` waits for it."""
+        with self._lock:
+            if self.mapped:
+                return
+            super().remap()
+            if any(row.asleep for row in discarded(self._rows())):
+                self._bringing = threading.Thread(target=self._try_to_bring_back, name="restore-kv", daemon=True)
+                self._bringing.start()
+
+    def release(self) -> None:
+        """See ``AdoptedMemory.release``."""
+        with self._lock:
+            self._settled()
+            super().release()
+
+    def _rows(self) -> tuple[Row, ...]:
+        return rows_of(self._cumem.allocator)
+
+    def _drop(self) -> int:
+        self.attach()
+        try:
+            self.driver.settle()
+        except DriverFailure as failure:
+            raise translated_failure(failure, "waiting for the device", device=self.ordinal) from failure
+        mapped = [row for row in discarded(self._rows()) if not row.asleep]
+        for row in mapped:
+            self._pages.unmap(row.ptr)
+        return sum(row.size for row in mapped)
+
+    def _bring_back(self) -> None:
+        self.attach()
+        self._map([(row.ptr, row.size) for row in discarded(self._rows()) if row.asleep])
+
+    def _try_to_bring_back(self) -> None:
+        try:
+            self._bring_back()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            self._failure = error
+
+    def _settled(self) -> BaseException | None:
+        """Wait for what `remap` began; how it failed, told once."""
+        thread, self._bringing = self._bringing, None
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        return failure
+
+
+def _places(model: Any) -> tuple[Place, ...]:
+    """Every parameter and buffer of a torch module, under each of its names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return tuple(
+        Place(ptr=tensor.data_ptr(), size=tensor.numel() * tensor.element_size(), name=name)
+        for name, tensor in named
+        if tensor.numel()
+    )

@@ -1,0 +1,122 @@
+"""vLLM's load format `coldsnap`: one of vLLM's own loaders does the work, watched. Needs torch and vllm.
+
+`--load-format coldsnap` loads as `auto` does, or as `load_format` in `model_loader_extra_config` says, whose other
+members go to that loader. Its reading is not replaced. Each tensor that it gives to the model's `load_weights` is known
+by name and header, and every operation on tensors from there to the end of the finalizers is followed (`tracing`), so
+the observer is told which bytes of the weights' memory are which bytes of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import (
+    _LOAD_FORMAT_TO_MODEL_LOADER,
+    get_model_loader,
+    register_model_loader,
+)
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from coldsnap.engines.vllm.account import account
+from coldsnap.engines.vllm.loading import Load, taken
+from coldsnap.engines.vllm.sources import Sources
+from coldsnap.engines.vllm.storages import storages_of
+from coldsnap.engines.vllm.tracing import Tracer
+from coldsnap.errors import UserError
+
+__all__ = ["LOAD_FORMAT", "WATCHED_FORMATS", "ColdsnapLoader", "register"]
+
+LOAD_FORMAT = "coldsnap"
+WATCHED_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""Loaders that give each tensor to the model by its name in the checkpoint."""
+
+
+class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-checked here
+    """See the module. Watches a load that `loading.taken` hands out, and is vLLM's own loader otherwise."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        """Raises UserError for a load format that gives no tensor by its name."""
+        super().__init__(load_config)
+        self._delegate = get_model_loader(_delegated(load_config))
+        self._watching: tuple[Load, Tracer] | None = None
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Make the files be there."""
+        self._delegate.download_model(model_config)
+
+    def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, for whoever loads them into a model once more."""
+        weights: Iterator[tuple[str, torch.Tensor]] = self._delegate.get_all_weights(model_config, model)
+        return weights
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+        """The model, loaded and finalized; its weights are in the memory of the load that was handed out."""
+        load = taken()
+        if load is None:
+            return self._delegate.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        tracer = Tracer()
+        self._watching = load, tracer
+        try:
+            with tracer:
+                model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                load.memory.settle(model, tracer)
+        finally:
+            self._watching = None
+        account(tracer.provenance, load.observer, allocations=load.memory.allocations, storages=storages_of(model))
+        return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """vLLM calls this between building and finalizing a model, and to load other weights into it later."""
+        if self._watching is None:
+            self._delegate.load_weights(model, model_config)
+            return
+        load, tracer = self._watching
+        load.memory.prepare(model, tracer)
+        sources = Sources(load.files)
+        own: Callable[..., Any] = model.load_weights
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **keywords: Any) -> Any:
+            return own(_told(weights, sources, tracer), *args, **keywords)
+
+        model.load_weights = load_weights  # of this object alone, and for this call
+        try:
+            self._delegate.load_weights(model, model_config)
+        finally:
+            del model.load_weights
+
+
+def register() -> None:
+    """Make the load format known to this process. Idempotent."""
+    if _LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not ColdsnapLoader:
+        register_model_loader(LOAD_FORMAT)(ColdsnapLoader)
+
+
+def _told(
+    weights: Iterable[tuple[str, torch.Tensor]], sources: Sources, tracer: Tracer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        stored = sources.find(name, str(tensor.dtype), tuple(tensor.shape))
+        if stored is not None:
+            tracer.loaded(tensor, stored)
+        yield name, tensor
+
+
+def _delegated(load_config: LoadConfig) -> LoadConfig:
+    """The same, for the loader that does the work."""
+    extra = dict(load_config.model_loader_extra_config or {})
+    wanted = extra.pop("load_format", "auto")
+    if wanted not in WATCHED_FORMATS:
+        raise UserError(
+            f"load format {wanted!r} cannot be watched by {LOAD_FORMAT}",
+            cure=f"use one of {', '.join(WATCHED_FORMATS)}",
+            facts={"load_format": wanted},
+        )
+    delegated = copy.copy(load_config)
+    delegated.load_format = wanted
+    delegated.model_loader_extra_config = extra
+    return delegated

@@ -1,0 +1,1 @@
+"""The verbs, each a function that reads like a recipe."""

@@ -1,0 +1,1 @@
+"""Bytes on a local disk: written once under a temporary name, proved, and never edited."""

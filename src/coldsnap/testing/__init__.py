@@ -1,0 +1,1 @@
+"""The shipped fakes and contract suites; nothing else imports them."""

@@ -1,0 +1,66 @@
+"""The vLLM that is installed: its symbols, its plugins, and what our loader refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coldsnap.engines.settings import SETTINGS_VARIABLE
+from coldsnap.engines.vllm import compat
+from coldsnap.engines.vllm.symbols import SYMBOLS
+
+
+def test_every_symbol_that_we_rely_on_is_in_the_sources() -> None:
+    compat.require_symbols()
+
+
+@pytest.mark.parametrize(
+    "name", sorted({one.name.partition(".")[0] for one in SYMBOLS if "cumem" not in one.places[0]})
+)
+def test_every_symbol_can_be_imported_from_one_of_its_places(name: str) -> None:
+    assert compat.resolve(name) is not None
+
+
+def test_the_versions_are_those_of_the_packages_that_compute() -> None:
+    import torch
+
+    import vllm
+
+    found = compat.versions()
+    assert found["vllm"].partition("+")[0] == vllm.__version__.partition("+")[0]
+    assert found["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_vllms_own_plugin_loading_makes_the_load_format_known_where_coldsnap_started_the_process(
+    ours: bool, play: Any
+) -> None:
+    found = play("formats.py", environment={SETTINGS_VARIABLE: "/nowhere/settings.json"} if ours else {})
+    assert found == {"registered": ours, "again": ours, "vllm_loader_imported": ours}
+
+
+def test_a_load_format_that_gives_no_names_is_refused() -> None:
+    from vllm.config.load import LoadConfig
+
+    from coldsnap.engines.vllm.loader import ColdsnapLoader
+    from coldsnap.errors import UserError
+
+    config = LoadConfig(load_format="coldsnap", model_loader_extra_config={"load_format": "dummy"})
+    with pytest.raises(UserError, match="'dummy' cannot be watched"):
+        ColdsnapLoader(config)
+
+
+def test_the_other_members_of_the_extra_configuration_go_to_the_loader_that_reads() -> None:
+    from vllm.config.load import LoadConfig
+
+    from coldsnap.engines.vllm.loader import ColdsnapLoader
+
+    extra = {"load_format": "safetensors", "enable_multithread_load": True, "num_threads": 2}
+    config = LoadConfig(load_format="coldsnap", model_loader_extra_config=extra)
+    inner = ColdsnapLoader(config)._delegate.load_config
+    assert (inner.load_format, inner.model_loader_extra_config) == (
+        "safetensors",
+        {"enable_multithread_load": True, "num_threads": 2},
+    )
+    assert config.model_loader_extra_config == extra

@@ -23,6 +23,7 @@ _PROGRAM = Path(__file__).with_name("process_tree.py")
 _MEMORY_PROGRAM = Path(__file__).with_name("memory_tree.py")
 _PYTHON = Path(sys.executable)
 _MAPPED_BYTES = 8 << 20
+_RUN = Path("/run/coldsnap")
 PATIENCE_S = 60.0
 """How long a test waits for something that takes milliseconds."""
 
@@ -34,6 +35,8 @@ class Yard:
     folder: Path
     token: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
     units: list[RunningUnit] = field(default_factory=list)
+    found: frozenset[str] = field(default_factory=lambda: frozenset(_run_mounts_and_files()))
+    """What somebody else had left on the machine before this test began, which is none of its doing."""
 
     def spec(self, name: str = "u0", **changes: Any) -> UnitSpec:
         """A spec whose unit id is this test's own."""
@@ -91,11 +94,7 @@ class Yard:
         for unit in self.units:
             unit.kill()
         self.wait_until_empty()
-        mounts = Path("/proc/self/mountinfo").read_text()
-        left = [
-            *(f"mount {line}" for line in mounts.splitlines() if "/run/coldsnap" in line or str(self.folder) in line),
-            *(f"file {path}" for path in Path("/run/coldsnap").iterdir()),
-        ]
+        left = [one for one in _run_mounts_and_files(str(self.folder)) if one not in self.found]
         if left:
             raise AssertionError(f"left behind: {left}")
 
@@ -120,6 +119,13 @@ class Yard:
                 if self.token.encode() in line:
                     found.append(int(folder.name))
         return found
+
+
+def _run_mounts_and_files(*also: str) -> list[str]:
+    """Mounts with ``/run/coldsnap`` or one of ``also`` in their line, and what lies in that folder on the host."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    mounts = [f"mount {line}" for line in lines if any(word in line for word in (str(_RUN), *also))]
+    return mounts + [f"file {path}" for path in (_RUN.iterdir() if _RUN.is_dir() else ())]
 
 
 def wait_for_writer(fifo: Path) -> None:

@@ -102,7 +102,7 @@ class Life:
         )
         return fill_memory(body, memory=self.memory, call=_call(Verb.WAKE), started_with=self.source)
 
-    def _hand_out(self) -> Load:
+    def _hand_out(self, vllm_config: Any) -> Load:
         self.num_asked += 1
         return Load(observer=self.observer, memory=self.memory, files=tuple(checkpoint_files(self.model)))
 

@@ -24,10 +24,13 @@ class FakeService:
         self.done: list[str] = []
         self.phase: Phase = "up"
         self.error: ErrorFrame | None = None
+        self.on_failure: Callable[[ColdsnapError], None] = lambda error: None
         self.workers = QuietWorkers(lambda: self.done.append("sleep"), lambda: self.done.append("resume"))
 
     def fail(self, error: ColdsnapError) -> None:
-        self.phase, self.error = "failed", error_frame(error)
+        if self.error is None:
+            self.phase, self.error = "failed", error_frame(error)
+            self.on_failure(error)
 
     def state(self) -> FrontState:
         phase: Phase = "quiet" if self.phase == "up" and self.workers.names else self.phase

@@ -14,7 +14,7 @@ import pytest
 from coldsnap.engines.observer import Observer
 from coldsnap.engines.settings import SETTINGS_VARIABLE
 from coldsnap.engines.vllm import compat, plugin
-from coldsnap.engines.vllm.loading import Load, supply, taken
+from coldsnap.engines.vllm.loading import Load, is_supplied, supply, taken
 from coldsnap.errors import InternalError, MissingCapability, Refused
 
 
@@ -93,7 +93,9 @@ def test_the_plugin_does_nothing_in_a_process_that_coldsnap_has_not_started(monk
     assert "coldsnap.engines.vllm.loader" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["plugin", "contract", "symbols", "compat", "loading", "sources", "account"])
+@pytest.mark.parametrize(
+    "name", ["plugin", "contract", "symbols", "compat", "loading", "sources", "account", "inner", "sleeping"]
+)
 def test_importing_what_needs_no_torch_imports_none(name: str) -> None:
     code = f"import coldsnap.engines.vllm.{name}, sys; print({{'torch', 'vllm'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -103,12 +105,20 @@ def test_importing_what_needs_no_torch_imports_none(name: str) -> None:
 def test_the_loader_gets_what_the_process_supplies_for_each_model() -> None:
     load = Load(observer=Observer(), memory=None, files=())  # type: ignore[arg-type]
     waiting: list[Load] = [load]
-    assert taken() is None
-    supply(lambda: waiting.pop() if waiting else None)
+    asked: list[object] = []
+
+    def supplier(config: object) -> Load | None:
+        asked.append(config)
+        return waiting.pop() if waiting else None
+
+    assert (taken("first"), is_supplied()) == (None, False)
+    supply(supplier)
     try:
-        assert taken() is load
-        assert taken() is None
+        assert is_supplied()
+        assert taken("second") is load
+        assert taken("third") is None
     finally:
         supply(None)
     waiting.append(load)
-    assert taken() is None
+    assert taken("fourth") is None
+    assert asked == ["second", "third"]

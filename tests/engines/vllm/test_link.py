@@ -57,6 +57,9 @@ class Script:
     def resume(self, worker: str) -> None:
         self._do("resume", worker)
 
+    def fail(self, error: ColdsnapError) -> None:
+        self._do("fail", error)
+
     def _do(self, name: str, *arguments: object) -> Any:
         self.asked.append((name, *arguments))
         return self._acts[name](*arguments) if name in self._acts else None
@@ -133,6 +136,15 @@ def test_an_error_arrives_as_it_was_raised(serve: Callable[[Script], FrontClient
     with pytest.raises(type(error)) as caught:
         client.open("127.0.0.1", 80)
     assert (str(caught.value), caught.value.facts) == (str(error), error.facts)
+
+
+def test_a_worker_s_failure_arrives_as_what_it_is(serve: Callable[[Script], FrontClient]) -> None:
+    service = Script()
+    serve(service).fail(UserError("no such file", cure="another", facts={"path": "/x"}))
+    [(name, error)] = service.asked
+    assert name == "fail"
+    assert isinstance(error, UserError)
+    assert (str(error), error.facts) == ("no such file; another", {"path": "/x"})
 
 
 def test_a_bug_of_the_front_is_told_as_one(serve: Callable[[Script], FrontClient]) -> None:

@@ -15,8 +15,8 @@ import pytest
 from coldsnap.core.messages import Prompt, WorkerSettings, WorkerState
 from coldsnap.engines.control import ControlClient
 from coldsnap.engines.settings import SETTINGS_VARIABLE
-from coldsnap.engines.vllm.__main__ import read_all_settings
 from coldsnap.engines.vllm.link import FRONT_SOCKET, FrontClient
+from coldsnap.engines.vllm.records import read_all_settings
 from coldsnap.errors import InvalidDocument, MissingCapability, UsageError
 
 LONG_S = 120.0

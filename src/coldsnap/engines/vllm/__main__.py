@@ -26,12 +26,14 @@ from coldsnap.engines.control import ControlServer
 from coldsnap.engines.kernel import trim_heap
 from coldsnap.engines.local_model import pinned_files
 from coldsnap.engines.process import leave
-from coldsnap.engines.settings import SETTINGS_VARIABLE, model_source_from, read_settings
+from coldsnap.engines.settings import model_source_from
 from coldsnap.engines.vllm.arguments import ENVIRONMENT, check_environment, parse_arguments, serve_arguments
 from coldsnap.engines.vllm.compat import resolve, versions
 from coldsnap.engines.vllm.forks import guard_forks
 from coldsnap.engines.vllm.front import FrontWorker
 from coldsnap.engines.vllm.link import FRONT_SOCKET, FrontServer, inner_socket_name
+from coldsnap.engines.vllm.loading import remember_files
+from coldsnap.engines.vllm.records import read_all_settings, run_folder
 from coldsnap.engines.vllm.server import VllmService, import_server
 from coldsnap.errors import ColdsnapError, EngineError
 
@@ -79,6 +81,8 @@ class Front:
         inner = [self._folder / inner_socket_name(one.worker) for one in self._settings]
         guard_forks({self._folder / FRONT_SOCKET, *inner, *(Path(one.socket) for one in self._settings)})
         with ExitStack() as sockets:
+            for path in inner:  # an engine process is ended without a word, and cannot tidy up
+                sockets.callback(path.unlink, missing_ok=True)
             for settings, worker in zip(self._settings, self._workers, strict=True):
                 sockets.enter_context(ControlServer(Path(settings.socket), worker))
             front = FrontServer(self._folder / FRONT_SOCKET, self._service)
@@ -106,7 +110,7 @@ class Front:
         resolve("decorate_logs")("Front")
         resolve("set_ulimit")()
         args = parse_arguments(self._arguments)
-        pinned_files(Path(args.model), model_source_from(self._settings[0].options))
+        remember_files(pinned_files(Path(args.model), model_source_from(self._settings[0].options)))
         found = versions()
         if self._template:
             gc.collect()
@@ -126,15 +130,6 @@ class Front:
             worker.fail(error)
 
 
-def read_all_settings(environment: Mapping[str, str]) -> tuple[WorkerSettings, ...]:
-    """The records of all workers of this unit, by process slot: the one that is named, and `settings-1.json` and on."""
-    found = [read_settings(environment)]
-    first = Path(environment[SETTINGS_VARIABLE])
-    while (path := first.with_name(f"{first.stem}-{len(found)}{first.suffix}")).exists():
-        found.append(read_settings({SETTINGS_VARIABLE: str(path)}))
-    return tuple(found)
-
-
 def main() -> int:
     """Run until told to end; 2 when the command, the environment or the settings are wrong."""
     logging.basicConfig(
@@ -146,7 +141,7 @@ def main() -> int:
         arguments = serve_arguments(sys.argv[1:])
         check_environment(os.environ)
         settings = read_all_settings(os.environ)
-        Front(settings, arguments, Path(os.environ[SETTINGS_VARIABLE]).parent).run()
+        Front(settings, arguments, run_folder(os.environ)).run()
     except ColdsnapError as error:
         sys.stdout.write(f"{error}\n")
         return 2

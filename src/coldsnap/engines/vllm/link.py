@@ -84,6 +84,10 @@ class Service(Protocol):
         """`worker` has its weights again; the engine goes on when every quiet worker has."""
         ...
 
+    def fail(self, error: ColdsnapError) -> None:
+        """The engine is lost, for this reason, which a worker knows. The first one counts."""
+        ...
+
 
 class _Ask(StrEnum):
     STATE = "state"
@@ -92,6 +96,7 @@ class _Ask(StrEnum):
     CLOSE = "close"
     QUIET = "quiet"
     RESUME = "resume"
+    FAIL = "fail"
 
 
 class _Question(_Record):
@@ -137,6 +142,7 @@ class FrontServer:
             _Ask.CLOSE: lambda body: _Drained(requests=self._service.close(drain_s=_read(_Drain, body).drain_s)),
             _Ask.QUIET: self._quiet,
             _Ask.RESUME: self._resume,
+            _Ask.FAIL: self._fail,
         }
 
     def start(self) -> None:
@@ -179,6 +185,10 @@ class FrontServer:
 
     def _resume(self, body: Mapping[str, Any]) -> _Nothing:
         self._service.resume(_read(_WorkerName, body).worker)
+        return _Nothing()
+
+    def _fail(self, body: Mapping[str, Any]) -> _Nothing:
+        self._service.fail(error_from_frame(_read(ErrorFrame, body)))
         return _Nothing()
 
 
@@ -234,6 +244,10 @@ class FrontClient:
     def resume(self, worker: str) -> None:
         """See `Service.resume`."""
         self._call(_Ask.RESUME, _WorkerName(worker=worker), _Nothing)
+
+    def fail(self, error: ColdsnapError) -> None:
+        """See `Service.fail`."""
+        self._call(_Ask.FAIL, error_frame(error), _Nothing, deadline_s=_REQUEST_TIMEOUT_S)
 
     def _call(self, ask: _Ask, body: BaseModel, reply: type[R], *, deadline_s: float = _PATIENCE_S) -> R:
         deadline = time.monotonic() + deadline_s

@@ -56,9 +56,18 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         """The model, loaded and finalized; its weights are in the memory of the load that was handed out."""
-        load = taken()
+        load = taken(vllm_config)
         if load is None:
             return self._delegate.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        try:
+            model = self._load(load, vllm_config, model_config, prefix)
+            load.laid_out()
+        except Exception as error:
+            load.failed(error)
+            raise
+        return model
+
+    def _load(self, load: Load, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> torch.nn.Module:
         tracer = Tracer()
         self._watching = load, tracer
         try:

@@ -26,12 +26,14 @@ __all__ = ["CuMem", "CuMemPages", "installed_cumem", "pinned_cached_bytes"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CuMem:
-    """vLLM's allocator and its two calls. `pinned_bytes`: what torch keeps pinned for later, as little as it can."""
+    """vLLM's allocator and its two calls. `pinned_bytes`: what torch keeps pinned for later, as little as it can.
+    `reserved_bytes`: what torch has of the device by its own count, which knows nothing of what was unmapped."""
 
     allocator: Allocator
     create_and_map: Callable[[Handle], None]
     unmap_and_release: Callable[[Handle], None]
     pinned_bytes: Callable[[], int]
+    reserved_bytes: Callable[[], int] = lambda: 0
 
 
 def installed_cumem() -> CuMem:
@@ -46,6 +48,7 @@ def installed_cumem() -> CuMem:
         create_and_map=found.create_and_map,
         unmap_and_release=found.unmap_and_release,
         pinned_bytes=_pinned_bytes,
+        reserved_bytes=_reserved_bytes,
     )
 
 
@@ -113,6 +116,12 @@ def _pinned_bytes() -> int:
 
     torch._C._host_emptyCache()
     return pinned_cached_bytes(torch.cuda.host_memory_stats())
+
+
+def _reserved_bytes() -> int:
+    import torch
+
+    return int(torch.cuda.memory_reserved())
 
 
 def _translated(error: RuntimeError, what: str, entry: Entry) -> ColdsnapError:

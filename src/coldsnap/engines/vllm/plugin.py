@@ -13,9 +13,12 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make load format `coldsnap` known. Idempotent."""
+    """Make load format and sleep-mode backend `coldsnap` known, and what the format is to load. Idempotent."""
     if not os.environ.get(SETTINGS_VARIABLE):
         return
-    from coldsnap.engines.vllm import loader
+    from coldsnap.engines.vllm import backend, inner, loader, loading
 
     loader.register()
+    backend.register()
+    if not loading.is_supplied():
+        loading.supply(lambda vllm_config: inner.supplied(vllm_config, os.environ))

@@ -82,6 +82,7 @@ _SERVER = "the HTTP server"
 _MEMORY = "weights and keys and values in CuMem"
 _LOAD = "load format coldsnap"
 _BACKEND = "sleep-mode backend coldsnap"
+_WORKER = "the process with the weights"
 
 # What moved: 0.26 has the server in entrypoints.openai, 0.32 in entrypoints.launchers, 0.33 its arguments in
 # entrypoints.common.
@@ -122,6 +123,12 @@ SYMBOLS: tuple[Symbol, ...] = (
     _symbol(_BACKEND, _SLEEP, "SleepModeBackendFactory.register_backend", "name", "module_path", "class_name"),
     _symbol(_BACKEND, "vllm.config.model", "ModelConfig.sleep_mode_backend"),
     _symbol(_BACKEND, "vllm.config.model", "ModelConfig.enable_sleep_mode"),
+    _symbol(_WORKER, "vllm.config.parallel", "ParallelConfig.rank"),
+    _symbol(_WORKER, "vllm.config.compilation", "CompilationConfig.static_forward_context"),
+    _symbol(_WORKER, "vllm.platforms", "current_platform"),
+    _symbol(_WORKER, "vllm._custom_ops", "_supports_onednn"),
+    _symbol(_WORKER, "vllm.platforms.interface", "Platform.is_cuda"),
+    _symbol(_WORKER, "vllm.platforms.interface", "Platform.is_cpu"),
     _symbol(_MEMORY, _CUMEM, "CuMemAllocator.get_instance"),
     _symbol(_MEMORY, _CUMEM, "CuMemAllocator.pointer_to_data"),
     _symbol(_MEMORY, _CUMEM, "CuMemAllocator.allocator_and_pools"),

@@ -118,6 +118,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "HOME": str(folder),
         "PYTHONPATH": source,
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CACHE_ROOT": str(MODEL.parents[1] / "vllm"),  # what it found out about the model, in a process of its own
         "VLLM_RPC_BASE_PATH": str(folder),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -6,10 +6,13 @@ something else or nothing. Options and their reasons:
 
 - ``--external mnt[]``: the unit's mounts are ours to make, not CRIU's to dump.
 - ``--link-remap``, ``--ghost-limit``: files that were unlinked while open (semaphores, shared memory).
+- ``--tcp-established``: connections within the tree, such as those of PyTorch's store to itself; one that leads out is
+  refused before (``hygiene``).
 - ``--ext-unix-sk``: a datagram socket that talks to a host service (syslog) does not stop a dump.
 - ``--file-locks``: lock files of libraries; ``--manage-cgroups=ignore``: a restored tree lives in the cgroup of
   whoever restores it.
-- ``--network-lock skip`` (dump): there are no connections to guard; the engine has closed its port before.
+- ``--network-lock skip`` (dump): there are no connections to guard but those between frozen processes; the engine has
+  closed its port before.
 - ``--libdir``: an empty folder, so that no plugin of another CRIU is loaded; ``--no-default-config`` likewise.
 - ``--leave-stopped`` (dump): the tree stays, stopped, until its private files are saved and we end it; had CRIU
   killed it, the init would have ended too, and CRIU with it in the middle of its last lines.
@@ -54,6 +57,7 @@ _COMMON = (
     "--external",
     "mnt[]",
     "--link-remap",
+    "--tcp-established",
     "--file-locks",
     "--ext-unix-sk",
     "--manage-cgroups=ignore",

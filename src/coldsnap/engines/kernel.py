@@ -7,17 +7,47 @@ import ctypes
 import os
 import platform
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from coldsnap.errors import MissingCapability
 
-__all__ = ["lower_priority", "request_amx", "trim_heap"]
+__all__ = ["close_nvml", "lower_priority", "request_amx", "trim_heap"]
 
 _SYS_ARCH_PRCTL_X86_64 = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.syscall.restype = ctypes.c_long
+
+
+_NVML = "libnvidia-ml.so.1"
+_MOST_OPENINGS = 1 << 16
+
+
+def _loaded_nvml() -> Any:
+    """NVIDIA's management library, when this process has loaded it; None otherwise."""
+    try:
+        return ctypes.CDLL(_NVML, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+
+
+def close_nvml(find: Callable[[], Any] = _loaded_nvml) -> int:
+    """Close NVML as often as it was opened in this process; how often that was.
+
+    torch opens it whenever it counts devices and never closes it, and a process with its descriptors of
+    ``/dev/nvidiactl`` and no CUDA state can neither be dumped nor taken off the device. Whoever needs it later opens it
+    himself. Call it while nobody uses it.
+    """
+    library = find()
+    if library is None:
+        return 0
+    openings = 0
+    while openings < _MOST_OPENINGS and library.nvmlShutdown() == 0:
+        openings += 1
+    return openings
 
 
 def lower_priority() -> None:

@@ -23,7 +23,11 @@ from coldsnap.errors import Problem, Refused
 from coldsnap.hydrate.cuda import AdoptedMemory, Driver, DriverFailure
 from coldsnap.hydrate.cuda.driver import translated_failure
 
-__all__ = ["CuMemMemory"]
+__all__ = ["PINNED_SLACK_BYTES", "CuMemMemory"]
+
+PINNED_SLACK_BYTES = 32 << 20
+"""What torch may keep pinned and unused: blocks of the engine's own small copies, which come and go with each step. A
+sleep of level 1 leaves as much as the weights."""
 
 
 class CuMemMemory(AdoptedMemory):
@@ -111,10 +115,14 @@ class CuMemMemory(AdoptedMemory):
             self._bring_back()
 
     def leftovers(self) -> tuple[Problem, ...]:
-        """What somebody else's sleep has left in host memory, where it would be dumped with the process."""
+        """What somebody else's sleep has left in host memory, where it would be dumped with the process.
+
+        Waits for the device: torch keeps a pinned block until the copies that use it are done.
+        """
         problems = backup_problems(self._rows())
+        self._wait_for_device()
         pinned = self._cumem.pinned_bytes()
-        if pinned:
+        if pinned > PINNED_SLACK_BYTES:
             cached = Problem(
                 field="torch.cuda.host_memory_stats",
                 message="pinned blocks that nobody uses are kept for later",
@@ -162,12 +170,15 @@ class CuMemMemory(AdoptedMemory):
     def _rows(self) -> tuple[Row, ...]:
         return rows_of(self._cumem.allocator)
 
-    def _drop(self) -> int:
+    def _wait_for_device(self) -> None:
         self.attach()
         try:
             self.driver.settle()
         except DriverFailure as failure:
             raise translated_failure(failure, "waiting for the device", device=self.ordinal) from failure
+
+    def _drop(self) -> int:
+        self._wait_for_device()
         mapped = [row for row in discarded(self._rows()) if not row.asleep]
         for row in mapped:
             self._pages.unmap(row.ptr)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from coldsnap.engines.kernel import trim_heap
+from coldsnap.engines.kernel import close_nvml, trim_heap
 from coldsnap.engines.vllm.compat import keep_parameters, resolve, versions
 from coldsnap.engines.vllm.cumem import CuMemMemory
 from coldsnap.engines.vllm.hostpool import HostPool
 from coldsnap.engines.vllm.loading import WeightMemory
 from coldsnap.engines.vllm.pages import installed_cumem
+from coldsnap.engines.vllm.unlisten import close_listeners
 from coldsnap.errors import MissingCapability, UserError
 from coldsnap.hydrate.cuda import open_driver
 
@@ -23,8 +24,10 @@ __all__ = ["TorchSurroundings", "cache_tensors", "memory_maker"]
 class TorchSurroundings:
     """Implements `Surroundings`."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self, *, on_gpu: bool, alone: bool) -> None:
+        """`alone`: this worker is the whole world, and nobody will ever connect to it."""
         self._on_gpu = on_gpu
+        self._alone = alone
 
     def versions(self) -> Mapping[str, str]:
         """As `EngineWorker.versions`."""
@@ -36,6 +39,9 @@ class TorchSurroundings:
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch._C._host_emptyCache()
+            close_nvml()
+        if self._alone:
+            close_listeners()
         trim_heap()
 
 
@@ -45,9 +51,10 @@ def memory_maker(vllm_config: Any) -> tuple[Callable[[], WeightMemory], TorchSur
     Raises UserError for a GPU without sleep mode, MissingCapability for a device that is neither GPU nor processor.
     """
     platform = resolve("current_platform")
+    around = TorchSurroundings(on_gpu=platform.is_cuda(), alone=vllm_config.parallel_config.world_size == 1)
     if platform.is_cpu():
         keep_parameters()
-        return lambda: HostPool(cache=lambda: cache_tensors(vllm_config)), TorchSurroundings(on_gpu=False)
+        return lambda: HostPool(cache=lambda: cache_tensors(vllm_config)), around
     if not platform.is_cuda():
         raise MissingCapability(
             f"vLLM computes on {platform.device_name!r} here, and coldsnap knows NVIDIA GPUs and processors",
@@ -59,8 +66,8 @@ def memory_maker(vllm_config: Any) -> tuple[Callable[[], WeightMemory], TorchSur
             cure="add --enable-sleep-mode to the command",
         )
     ordinal = torch.cuda.current_device()
-    cumem = installed_cumem()
-    return lambda: CuMemMemory(open_driver(), ordinal=ordinal, cumem=cumem), TorchSurroundings(on_gpu=True)
+    cumem = installed_cumem(ordinal)
+    return lambda: CuMemMemory(open_driver(), ordinal=ordinal, cumem=cumem), around
 
 
 def cache_tensors(vllm_config: Any) -> Iterator[torch.Tensor]:

@@ -36,8 +36,8 @@ class CuMem:
     reserved_bytes: Callable[[], int] = lambda: 0
 
 
-def installed_cumem() -> CuMem:
-    """The one of this process. Raises MissingCapability where vLLM has none."""
+def installed_cumem(ordinal: int) -> CuMem:
+    """The one of this process, whose weights are on device `ordinal`. Raises MissingCapability where vLLM has none."""
     found: Any = importlib.import_module("vllm.device_allocator.cumem")
     if not found.cumem_available:
         raise MissingCapability(
@@ -48,7 +48,7 @@ def installed_cumem() -> CuMem:
         create_and_map=found.create_and_map,
         unmap_and_release=found.unmap_and_release,
         pinned_bytes=_pinned_bytes,
-        reserved_bytes=_reserved_bytes,
+        reserved_bytes=lambda: _reserved_bytes(ordinal),
     )
 
 
@@ -118,10 +118,11 @@ def _pinned_bytes() -> int:
     return pinned_cached_bytes(torch.cuda.host_memory_stats())
 
 
-def _reserved_bytes() -> int:
+def _reserved_bytes(ordinal: int) -> int:
+    """Asked by threads of ours, for which torch's current device is another one."""
     import torch
 
-    return int(torch.cuda.memory_reserved())
+    return int(torch.cuda.memory_reserved(ordinal))
 
 
 def _translated(error: RuntimeError, what: str, entry: Entry) -> ColdsnapError:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from coldsnap.core.messages import Answer, ErrorFrame, Prompt
 from coldsnap.engines.frames import error_frame, error_from_frame
-from coldsnap.engines.kernel import trim_heap
+from coldsnap.engines.kernel import close_nvml, trim_heap
 from coldsnap.engines.listening import bind
 from coldsnap.engines.vllm.compat import resolve
 from coldsnap.engines.vllm.gate import Gate
@@ -69,8 +69,10 @@ class VllmService:
         """
         with_usage = resolve("UsageContext").OPENAI_API_SERVER
         engine_args = resolve("AsyncEngineArgs").from_cli_args(args)
+        config = engine_args.create_engine_config(usage_context=with_usage)
+        close_nvml()  # a forked engine process would have its descriptors
         engine = resolve("AsyncLLM").from_vllm_config(
-            vllm_config=engine_args.create_engine_config(usage_context=with_usage),
+            vllm_config=config,
             usage_context=with_usage,
             enable_log_requests=engine_args.enable_log_requests,
             aggregate_engine_logging=engine_args.aggregate_engine_logging,
@@ -177,11 +179,17 @@ class VllmService:
 
     async def _sleep(self) -> None:
         """vLLM's level 1; a platform without sleep mode only lets go of requests and caches."""
-        if self._engine.model_config.enable_sleep_mode:
-            await self._engine.sleep(level=1)
-        else:
-            await self._engine.pause_generation(mode="abort", clear_cache=True)
+        try:
+            if self._engine.model_config.enable_sleep_mode:
+                await self._engine.sleep(level=1)
+            else:
+                await self._engine.pause_generation(mode="abort", clear_cache=True)
+        except Exception:
+            with suppress(Exception):  # it may have paused before it failed; the first error is the one to tell
+                await self._engine.resume_generation()
+            raise
         gc.collect()
+        close_nvml()
         trim_heap()
 
     async def _resume(self) -> None:

@@ -124,6 +124,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     _symbol(_BACKEND, "vllm.config.model", "ModelConfig.sleep_mode_backend"),
     _symbol(_BACKEND, "vllm.config.model", "ModelConfig.enable_sleep_mode"),
     _symbol(_WORKER, "vllm.config.parallel", "ParallelConfig.rank"),
+    _symbol(_WORKER, "vllm.config.parallel", "ParallelConfig.world_size"),
     _symbol(_WORKER, "vllm.config.compilation", "CompilationConfig.static_forward_context"),
     _symbol(_WORKER, "vllm.platforms", "current_platform"),
     _symbol(_WORKER, "vllm._custom_ops", "_supports_onednn"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coldsnap.engines.vllm.cumem import CuMemMemory
+from coldsnap.engines.vllm.cumem import PINNED_SLACK_BYTES, CuMemMemory
 from coldsnap.engines.vllm.pages import CuMem, CuMemPages, pinned_cached_bytes
 from coldsnap.engines.vllm.pools import Handle, rows_of
 from coldsnap.errors import ColdsnapError, EngineError, HostError, OutOfSpace, Refused, ResourceBusy
@@ -274,15 +274,24 @@ def test_backups_of_a_sleep_by_hand_are_refused_by_name_and_nothing_is_given_bac
 
 
 def test_pinned_memory_that_is_kept_is_refused_by_name(vllm: LoadedVllm, memory: CuMemMemory) -> None:
-    vllm.pinned_bytes = 4096
+    vllm.pinned_bytes = PINNED_SLACK_BYTES
+    assert memory.leftovers() == ()
+    vllm.pinned_bytes += 4096
     with pytest.raises(Refused) as caught:
         memory.discard_kv()
     (problem,) = caught.value.problems
-    assert (problem.field, problem.value) == ("torch.cuda.host_memory_stats", "4096 bytes")
+    assert (problem.field, problem.value) == ("torch.cuda.host_memory_stats", f"{PINNED_SLACK_BYTES + 4096} bytes")
     assert not any(vllm.asleep()["kv_cache"])
     vllm.pinned_bytes = 0
     assert memory.leftovers() == ()
     assert memory.discard_kv() == KV_BYTES
+
+
+def test_pinned_memory_is_counted_once_the_device_is_done(vllm: LoadedVllm, memory: CuMemMemory) -> None:
+    vllm.driver.fail("cuCtxSynchronize")
+    with pytest.raises(HostError, match="waiting for the device"):
+        memory.leftovers()
+    assert memory.leftovers() == ()
 
 
 def test_free_blocks_of_adopted_allocations_become_zero_and_tensors_stay(vllm: LoadedVllm, memory: CuMemMemory) -> None:

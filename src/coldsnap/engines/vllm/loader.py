@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,17 +24,20 @@ from vllm.model_executor.model_loader import (
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from coldsnap.engines.vllm.account import account
-from coldsnap.engines.vllm.loading import Load, taken
+from coldsnap.engines.vllm.loading import Load, reloaded, taken
 from coldsnap.engines.vllm.sources import Sources
 from coldsnap.engines.vllm.storages import storages_of
 from coldsnap.engines.vllm.tracing import Tracer
 from coldsnap.errors import UserError
 
-__all__ = ["LOAD_FORMAT", "WATCHED_FORMATS", "ColdsnapLoader", "register"]
+__all__ = ["LOAD_FORMAT", "WATCHED_FORMATS", "ColdsnapLoader", "register", "watch_every_format"]
 
 LOAD_FORMAT = "coldsnap"
 WATCHED_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Loaders that give each tensor to the model by its name in the checkpoint."""
+
+_replaced: dict[str, type[BaseModelLoader]] = {}
+"""vLLM's own loaders, by format, where ours has taken their place."""
 
 
 class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-checked here
@@ -42,7 +46,9 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
     def __init__(self, load_config: LoadConfig) -> None:
         """Raises UserError for a load format that gives no tensor by its name."""
         super().__init__(load_config)
-        self._delegate = get_model_loader(_delegated(load_config))
+        delegated = _delegated(load_config)
+        own = _replaced.get(delegated.load_format)
+        self._delegate = own(delegated) if own is not None else get_model_loader(delegated)
         self._watching: tuple[Load, Tracer] | None = None
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -51,11 +57,14 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
 
     def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, for whoever loads them into a model once more."""
+        reloaded()
         weights: Iterator[tuple[str, torch.Tensor]] = self._delegate.get_all_weights(model_config, model)
         return weights
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         """The model, loaded and finalized; its weights are in the memory of the load that was handed out."""
+        if not Path(model_config.model).is_dir():
+            self.download_model(model_config)  # whoever hands out a load looks at the files
         load = taken(vllm_config)
         if load is None:
             return self._delegate.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
@@ -82,6 +91,7 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """vLLM calls this between building and finalizing a model, and to load other weights into it later."""
         if self._watching is None:
+            reloaded()
             self._delegate.load_weights(model, model_config)
             return
         load, tracer = self._watching
@@ -105,6 +115,17 @@ def register() -> None:
         register_model_loader(LOAD_FORMAT)(ColdsnapLoader)
 
 
+def watch_every_format() -> None:
+    """Let our loader take the place of vLLM's own for each load format: watched where it can be, else refused.
+
+    Idempotent.
+    """
+    for name, own in list(_LOAD_FORMAT_TO_MODEL_LOADER.items()):
+        if not issubclass(own, ColdsnapLoader):
+            _replaced[name] = own
+            register_model_loader(name)(ColdsnapLoader)
+
+
 def _told(
     weights: Iterable[tuple[str, torch.Tensor]], sources: Sources, tracer: Tracer
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,7 +139,9 @@ def _told(
 def _delegated(load_config: LoadConfig) -> LoadConfig:
     """The same, for the loader that does the work."""
     extra = dict(load_config.model_loader_extra_config or {})
-    wanted = extra.pop("load_format", "auto")
+    wanted = load_config.load_format
+    if wanted == LOAD_FORMAT:
+        wanted = extra.pop("load_format", "auto")
     if wanted not in WATCHED_FORMATS:
         raise UserError(
             f"load format {wanted!r} cannot be watched by {LOAD_FORMAT}",

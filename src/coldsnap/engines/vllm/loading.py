@@ -28,10 +28,12 @@ __all__ = [
     "Way",
     "WeightMemory",
     "is_supplied",
+    "reloaded",
     "remember_files",
     "remembered_files",
     "supply",
     "taken",
+    "watch_reloads",
 ]
 
 
@@ -107,6 +109,7 @@ Supplier: TypeAlias = Callable[[Any], Load | None]
 _lock = threading.Lock()
 _supplier: Supplier | None = None
 _files: tuple[SafetensorsFile, ...] = ()
+_on_reload: Callable[[], None] = _nothing
 
 
 def supply(supplier: Supplier | None) -> None:
@@ -127,6 +130,20 @@ def taken(vllm_config: Any) -> Load | None:
     with _lock:
         supplier = _supplier
     return supplier(vllm_config) if supplier is not None else None
+
+
+def watch_reloads(act: Callable[[], None] | None) -> None:
+    """From now on call `act` when weights are read for a model that was loaded before. None: nothing."""
+    global _on_reload
+    with _lock:
+        _on_reload = act if act is not None else _nothing
+
+
+def reloaded() -> None:
+    """Weights are being read for a model that was loaded before."""
+    with _lock:
+        act = _on_reload
+    act()
 
 
 def remember_files(files: Sequence[SafetensorsFile]) -> None:

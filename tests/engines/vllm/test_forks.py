@@ -23,10 +23,13 @@ def pair(path):
 kept, (listener, client, served) = pair(other), pair(ours)
 watching = select.epoll()
 watching.register(kept[2], select.EPOLLIN)
+reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writing, b"x")
     sys.stdin.read()
     os._exit(0)
+os.read(reading, 1)  # the child has done what it does first
 served.close()
 client.settimeout(60)
 print("closed" if client.recv(1) == b"" else "open", flush=True)

@@ -64,3 +64,46 @@ def test_the_other_members_of_the_extra_configuration_go_to_the_loader_that_read
         {"enable_multithread_load": True, "num_threads": 2},
     )
     assert config.model_loader_extra_config == extra
+
+
+class Sleeper:
+    """Writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+
+    def suspend(self, level: int) -> None:
+        self.asked.append(("suspend", level))
+
+    def resume(self, tags: object) -> None:
+        self.asked.append(("resume", tags))
+
+    def discard(self, tags: object) -> None:
+        self.asked.append(("discard", tags))
+
+
+def test_vllms_own_factory_makes_our_backend_and_it_asks_who_is_in_charge() -> None:
+    from types import SimpleNamespace
+
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from coldsnap.engines.vllm import backend, sleeping
+    from coldsnap.errors import EngineError
+
+    backend.register()
+    backend.register()
+    made = SleepModeBackendFactory.create_backend(SimpleNamespace(sleep_mode_backend=sleeping.BACKEND))
+    with pytest.raises(EngineError, match="no weights to take care of"):
+        made.suspend(1)
+    assert made.state() == "RUNNING"
+    sleeper = Sleeper()
+    sleeping.put_in_charge(sleeper)
+    try:
+        made.suspend(1)
+        assert made.state() == "SUSPENDED"
+        made.resume(None)
+        assert made.state() == "RUNNING"
+        made.discard(("kv_cache",))
+        assert sleeper.asked == [("suspend", 1), ("resume", None), ("discard", ("kv_cache",))]
+    finally:
+        sleeping.put_in_charge(None)

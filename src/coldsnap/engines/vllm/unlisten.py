@@ -1,8 +1,8 @@
 """Listening TCP sockets that a worker alone in its world has for peers that never come.
 
 PyTorch makes a listener for each process group over gloo, and vLLM several groups, whatever their size. Frozen with the
-process they would want the same ports of whatever host it is restored on, and CRIU 4.2 cannot dump them at all on a
-kernel from 6.16 on, which no longer tells two of a socket's options.
+process they would want the same ports of whatever host it is restored on, and CRIU 4.1.1 cannot dump them at all on a
+kernel of 6.18, which no longer tells two of a TCP socket's options.
 
 Gloo's thread waits for such a socket in an epoll, and takes it out again at its end, where it does not survive that the
 socket is not in there. So an eventfd that never says anything takes the socket's number and its place in the epoll.

@@ -22,6 +22,7 @@ from coldsnap.core.receipt import Receipt
 from coldsnap.core.request import Extension, OperationRequest, Policy
 from coldsnap.core.spans import Clock, Span, Timing
 from coldsnap.engines.transformers.options import TransformersOptions, parse_options
+from coldsnap.engines.vllm.options import parse_options as parse_vllm_options
 from coldsnap.ops.leases import Lease
 from coldsnap.ops.recipe import Recipe, parse_recipe
 from coldsnap.ops.services import ServiceRecord
@@ -121,19 +122,28 @@ def test_every_file_of_the_repository_that_is_named_exists(book: Path) -> None:
 
 def recipes() -> list[tuple[str, bytes]]:
     files = [(str(path.relative_to(ROOT)), path.read_bytes()) for path in sorted((ROOT / "examples").glob("*.yaml"))]
-    blocks = [match[2].encode() for match in FENCE.finditer(text_of("docs/recipes.md")) if match[1] == "yaml"]
-    return [*files, *((f"docs/recipes.md, block {index}", block) for index, block in enumerate(blocks, 1))]
+    blocks = [
+        (f"{book}, block {index}", match[2].encode())
+        for book in ("docs/recipes.md", "docs/vllm.md")
+        for index, match in enumerate(FENCE.finditer(text_of(book)), 1)
+        if match[1] == "yaml"
+    ]
+    return [*files, *blocks]
 
 
 @pytest.mark.parametrize(("name", "data"), recipes(), ids=lambda one: one if isinstance(one, str) else "")
 def test_every_recipe_shown_is_a_good_one(name: str, data: bytes) -> None:
     recipe = parse_recipe(data, subject=name, folder=ROOT / "examples")
-    assert recipe.engine == "transformers"
-    parse_options({key: value for key, value in recipe.serve.items() if key not in ("host", "port")})
+    serve = {key: value for key, value in recipe.serve.items() if key not in ("host", "port")}
+    assert recipe.engine in ("transformers", "vllm")
+    if recipe.engine == "vllm":
+        parse_vllm_options(serve)
+    else:
+        parse_options(serve)
 
 
 def test_the_examples_use_the_checkpoints_that_the_jobs_make() -> None:
-    made = {"smollm2", "random-0.6b"}
+    made = {"smollm2", "random-0.6b", "random-8b"}
     files = [one for one in recipes() if one[0].startswith("examples/")]
     parsed = [parse_recipe(data, subject=name, folder=ROOT / "examples") for name, data in files]
     assert {Path(on_the_host(recipe)) for recipe in parsed} == {ROOT / ".cache/models" / name for name in made}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def start_fake(tmp_path: Path) -> StartFake:
         }
         path = tmp_path / "settings.json"
         path.write_text(WorkerSettings.model_validate({**record, **settings}).model_dump_json())
-        command = PLUGIN.unit_command(model, {"shuffle": 3}, host="127.0.0.1", port=8000)
+        command = PLUGIN.unit_command(model, {"shuffle": 3}, host="127.0.0.1", port=8000, python=sys.executable)
         environment = {"PATH": os.environ["PATH"], "COLDSNAP_SETTINGS": str(path)}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

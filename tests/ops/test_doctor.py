@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from coldsnap.capsule.cuda.accelerator import Accelerator
 from coldsnap.capsule.cuda.inventory import Inventory
 from coldsnap.capsule.hostfacts import host_facts
 from coldsnap.core.drivers import FeatureResult, FeatureState
-from coldsnap.errors import MissingCapability
+from coldsnap.engines.protocol import Installed
+from coldsnap.errors import MissingCapability, Problem
 from coldsnap.ops import doctor
 from coldsnap.ops.doctor import Need, examine
 from coldsnap.ops.tools import Tools
@@ -24,8 +26,15 @@ from coldsnap.testing.engine import PLUGIN, FakePlugin
 class Incomplete(FakePlugin):
     """Needs packages that are not there."""
 
-    def missing_packages(self) -> tuple[str, ...]:
-        return ("torch", "uvicorn")
+    def installed(self, python: str, environment: Mapping[str, str]) -> Installed:
+        problems = [
+            Problem(field=name, message="is not here", cure="pip install 'coldsnap[fake]'")
+            for name in ("torch", "uvicorn")
+        ]
+        return Installed(python=python, versions={"torch": "2"}, problems=tuple(problems) if python == MISSING else ())
+
+
+MISSING = sys.executable
 
 
 @pytest.fixture
@@ -62,8 +71,15 @@ def test_a_state_root_open_to_others_is_a_need_with_its_cure(tools: Tools, probe
 def test_packages_that_an_engine_lacks(tmp_path: Path, probed: object) -> None:
     need = needs(tmp_path, {"fake": Incomplete()})["engine fake"]
     assert (need.state, need.blocking) == ("missing", False), "another engine may be all that is wanted"
-    assert "torch, uvicorn" in need.found
-    assert "pip install 'coldsnap[fake]'" in need.cure
+    assert need.found == "torch is not here; uvicorn is not here"
+    assert need.cure == "pip install 'coldsnap[fake]'"
+
+
+def test_an_engine_is_looked_for_in_other_interpreters_too(tmp_path: Path, probed: object) -> None:
+    found = {need.name: need for need in examine(tmp_path, {"fake": Incomplete()}, pythons=["/venv/bin/python"])}
+    assert found["engine fake"].state == "missing"
+    other = found["engine fake in /venv/bin/python"]
+    assert (other.state, other.found) == ("ok", "torch 2")
 
 
 def test_no_criu_is_a_need_with_its_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, probed: object) -> None:

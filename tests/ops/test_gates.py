@@ -341,6 +341,20 @@ def test_everything_wrong_with_a_capture_at_once(kit: Desk, model: Path, tmp_pat
     assert "criu check failed" in str(found["features.criu-process-tree"])
 
 
+class Reluctant(FakePlugin):
+    """An engine with reasons of its own."""
+
+    def capture_problems(self, request: OperationRequest) -> tuple[Problem, ...]:
+        return (Problem(field="launch.units[0].command.--x", message="is not for freezing", value=request.id),)
+
+
+def test_the_engines_own_reasons_are_among_them(kit: Desk, model: Path) -> None:
+    kit.tools = replace(kit.tools, engines={PLUGIN.name: Reluctant()})
+    found = capture_problems(kit, with_output(kit, model, "a.json"))
+    assert set(found) == {"output", "launch.units[0].command.--x"}
+    assert found["launch.units[0].command.--x"].value == "capture-1"
+
+
 class OnDevices(FakePlugin):
     """A fake engine that says it computes on two GPUs."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from coldsnap.errors import InvalidDocument, Refused, UserError
 from coldsnap.ops.planning import BASE_ENVIRONMENT, choose_engine, plan_capture, resolve_launch
 from coldsnap.ops.recipe import DEFAULT_PROMPTS, Recipe
 from coldsnap.testing.checkpoint import write_checkpoint
-from coldsnap.testing.engine import PLUGIN
+from coldsnap.testing.engine import PLUGIN, FakePlugin
 
 
 def recipe(model: Path, **changes: Any) -> Recipe:
@@ -130,6 +132,27 @@ def test_a_strict_request_for_another_revision_is_refused(tmp_path: Path) -> Non
     assert (problem.field, problem.value) == ("launch.model.revision", held)
     assert problem.cure is not None
     assert found in problem.cure
+
+
+def test_the_engine_runs_where_the_recipe_says(model: Path) -> None:
+    assert document(model)["launch"]["units"][0]["command"][0] == sys.executable
+    assert document(model, python="/venv/bin/python")["launch"]["units"][0]["command"][0] == "/venv/bin/python"
+
+
+def test_an_engine_is_told_where_its_caches_travel(model: Path) -> None:
+    class Caching(FakePlugin):
+        def unit_environment(self, cache_paths: Sequence[str]) -> Mapping[str, str]:
+            return {"CACHES": ":".join(cache_paths), "LANG": "engine"}
+
+    planned = plan_capture(
+        recipe(model, cache_seeds=["/a", "/b"], environment={"LANG": "recipe"}),
+        Caching(),
+        operation_id="op-1",
+        output=Path("/out/a.json"),
+        driver=DriverId.HOST,
+    )
+    said = planned.request.launch.units[0].environment
+    assert (said["CACHES"], said["LANG"]) == ("/a:/b", "recipe"), "the recipe has the last word"
 
 
 # -- devices and drivers -----------------------------------------------------------------------------------

@@ -201,3 +201,33 @@ def test_a_source_in_nobodys_home_is_named() -> None:
     with pytest.raises(InvalidDocument) as caught:
         recipe("engine: fake\nmodel: /m/x\nmounts: [{source: ~nobody-at-all/x, target: /m}]\n")
     assert [problem.field for problem in caught.value.problems] == ["mounts[0].source"]
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("/opt/venv/bin/python", "/opt/venv/bin/python"),
+        ("./venv/bin/python", "/recipes/venv/bin/python"),
+        ("../venv/bin/python", "/venv/bin/python"),
+    ],
+)
+def test_an_interpreter_is_named_from_the_recipes_own_folder(said: str, meant: str) -> None:
+    assert recipe(SMALL + f"python: {said}\n".encode()).python == meant
+    assert recipe(SMALL).python is None
+
+
+def test_a_link_to_an_interpreter_stays_one(tmp_path: Path) -> None:
+    """It is what makes Python use the packages of its environment."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to("/usr/bin/env")
+    assert recipe(SMALL + b"python: ./venv/bin/python\n", folder=tmp_path).python == str(tmp_path / "venv/bin/python")
+
+
+@pytest.mark.parametrize("said", ["python3", "venv/bin/python", "''"])
+def test_an_interpreter_is_a_path(said: str) -> None:
+    assert fields(SMALL + f"python: {said}\n".encode()) == ["python"]
+
+
+def test_the_interpreter_of_an_image_is_absolute() -> None:
+    image = "image: example.com/x@sha256:" + "0" * 64 + "\n"
+    assert fields(SMALL + image.encode() + b"python: ./venv/bin/python\n") == ["python"]

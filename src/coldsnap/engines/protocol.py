@@ -12,21 +12,22 @@ tests, which every engine runs. `docs/engines.md` walks through adding one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from coldsnap.core.digest import Digest
 from coldsnap.core.messages import Answer, Prompt
+from coldsnap.errors import Problem
 
 if TYPE_CHECKING:
     from coldsnap.core.manifest import ModelSource
-    from coldsnap.core.request import Execution
+    from coldsnap.core.request import Execution, OperationRequest
     from coldsnap.engines.observer import Observer
     from coldsnap.hydrate.memory import StableMemory
 
-__all__ = ["CommandFacts", "EnginePlugin", "EngineSupport", "EngineWorker", "ResolvedModel"]
+__all__ = ["CommandFacts", "EnginePlugin", "EngineSupport", "EngineWorker", "Installed", "ResolvedModel"]
 
 
 class EngineWorker(Protocol):
@@ -169,6 +170,15 @@ class EngineSupport:
     drivers: frozenset[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """What an interpreter has of an engine: versions by name, and why the engine cannot run there, if it cannot."""
+
+    python: str
+    versions: Mapping[str, str]
+    problems: tuple[Problem, ...] = ()
+
+
 class EnginePlugin(Protocol):
     """The outer half. Importing it must not import the engine."""
 
@@ -182,8 +192,8 @@ class EnginePlugin(Protocol):
         """What may be asked of this engine."""
         ...
 
-    def missing_packages(self) -> tuple[str, ...]:
-        """The packages this engine needs and this Python lacks; found without importing them."""
+    def installed(self, python: str, environment: Mapping[str, str]) -> Installed:
+        """What ``python``, started with ``environment`` alone, has of this engine; found without importing it."""
         ...
 
     def example_model_command(self, cache: Path, *, random: str | None = None) -> tuple[tuple[str, ...], Path] | None:
@@ -216,9 +226,9 @@ class EnginePlugin(Protocol):
         ...
 
     def unit_command(
-        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int
+        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int, python: str
     ) -> tuple[str, ...]:
-        """The command of the engine process.
+        """The command of the engine process, which ``python`` runs: the interpreter that has the engine and coldsnap.
 
         It is the one source of truth for the model's folder and the engine's options, because the command is
         what the artifact binds and compares. `--port` is what people read: the settings record and `serve`
@@ -226,8 +236,19 @@ class EnginePlugin(Protocol):
         """
         ...
 
-    def unit_environment(self) -> Mapping[str, str]:
-        """Variables the engine process should have unless a recipe says otherwise; never credentials."""
+    def unit_environment(self, cache_paths: Sequence[str]) -> Mapping[str, str]:
+        """Variables the engine process should have unless a recipe says otherwise; never credentials.
+
+        ``cache_paths``: folders whose files travel in the capsule, where compiled things are to be kept.
+        """
+        ...
+
+    def capture_problems(self, request: OperationRequest) -> Iterable[Problem]:
+        """Why this engine cannot be captured as ``request`` says; every reason, before anything starts.
+
+        For what only this engine knows: its commands, its variables, and what the interpreters of units without an
+        image have installed. Paths begin with ``launch``, ``policy`` or ``extension``.
+        """
         ...
 
     def read_command(self, command: Sequence[str]) -> CommandFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from coldsnap.capsule.hostfacts import host_facts
 from coldsnap.capsule.probes import PROCESS_TREE, probe_features
 from coldsnap.core.drivers import DRIVERS, DriverId, FeatureState
 from coldsnap.core.launch import Runtime
-from coldsnap.engines.protocol import EnginePlugin
+from coldsnap.engines.protocol import EnginePlugin, Installed
 from coldsnap.errors import ColdsnapError, MissingCapability
 from coldsnap.store.stateroot import StateRoot
 
@@ -52,12 +52,18 @@ def examine(
     engines: Mapping[str, EnginePlugin],
     accelerator: Accelerator | None = None,
     runtimes: Mapping[Runtime, ContainerRuntime] | None = None,
+    pythons: Sequence[str] = (),
 ) -> tuple[Need, ...]:
-    """Every need, in the order to cure them. What drivers need of GPUs is proved where there are any: some seconds."""
-    return (*_needs(state_root, engines, accelerator or nvidia()), *_runtimes(runtimes or {}))
+    """Every need, in the order to cure them. What drivers need of GPUs is proved where there are any: some seconds.
+
+    ``pythons``: interpreters, beside this one, that engines are looked for in.
+    """
+    return (*_needs(state_root, engines, accelerator or nvidia(), pythons), *_runtimes(runtimes or {}))
 
 
-def _needs(state_root: Path, engines: Mapping[str, EnginePlugin], accelerator: Accelerator) -> Iterator[Need]:
+def _needs(
+    state_root: Path, engines: Mapping[str, EnginePlugin], accelerator: Accelerator, pythons: Sequence[str]
+) -> Iterator[Need]:
     yield _ok("Python", f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}")
     root = os.geteuid() == 0
     yield (
@@ -70,21 +76,23 @@ def _needs(state_root: Path, engines: Mapping[str, EnginePlugin], accelerator: A
     yield from _criu(root=root)
     yield from _state(state_root)
     for name, plugin in sorted(engines.items()):
-        missing = plugin.missing_packages()
-        if missing:
-            yield Need(
-                name=f"engine {name}",
-                state="missing",
-                found=f"no {', '.join(missing)}",
-                cure=f"pip install 'coldsnap[{name}]'",
-            )
-        else:
-            yield _ok(f"engine {name}", "its packages are installed")
+        for python in (sys.executable, *pythons):
+            yield _engine(name, plugin.installed(python, {}))
     if facts.nvidia_driver is None:
         yield Need(name="NVIDIA driver", state="note", found="none: only driver `host` works here")
     else:
         yield Need(name="NVIDIA driver", state="note", found=facts.nvidia_driver)
         yield from _gpus(accelerator)
+
+
+def _engine(name: str, found: Installed) -> Need:
+    """What one interpreter has of an engine; none is needed before a recipe asks for it."""
+    need = f"engine {name}" if found.python == sys.executable else f"engine {name} in {found.python}"
+    versions = ", ".join(f"{package} {version}" for package, version in found.versions.items())
+    if not found.problems:
+        return _ok(need, versions or "its packages are installed")
+    told = "; ".join(f"{one.field} {one.message}" for one in found.problems)
+    return Need(name=need, state="missing", found=told, cure=found.problems[0].cure or "")
 
 
 def _runtimes(runtimes: Mapping[Runtime, ContainerRuntime]) -> Iterator[Need]:

@@ -106,6 +106,7 @@ def _capture_problems(tools: Tools, request: OperationRequest) -> Iterator[Probl
     yield from root_problems(tools, request.launch, request.runtime)
     yield from _placement_problems(tools, request.launch)
     yield from launch_device_problems(tools, request.launch)
+    yield from plugin.capture_problems(request)
     for index, folder in enumerate(request.policy.cache.paths if request.policy.cache.seed else ()):
         if not Path(folder).is_dir():
             yield Problem(

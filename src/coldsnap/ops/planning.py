@@ -12,7 +12,7 @@ from coldsnap.core.request import HOST_IMAGE, DriverId, Execution, Launch, Model
 from coldsnap.engines.protocol import EnginePlugin, ResolvedModel
 from coldsnap.errors import InvalidDocument, Problem, Refused, UserError
 from coldsnap.ops.places import MountLike, outside
-from coldsnap.ops.recipe import Recipe
+from coldsnap.ops.recipe import IMAGE_PYTHON, Recipe
 
 __all__ = [
     "BASE_ENVIRONMENT",
@@ -76,10 +76,9 @@ def plan_capture(
     model = _seen_through(
         recipe.model, recipe.mounts, lambda name: plugin.resolve_model(name, recipe.revision, progress=progress)
     )
-    command = plugin.unit_command(model, options, host=host, port=port or wanted_port)
     if recipe.image != HOST_IMAGE:
         _refuse_unseen_model(recipe)
-        command = tuple(recipe.python if word == sys.executable else word for word in command)
+    command = plugin.unit_command(model, options, host=host, port=port or wanted_port, python=_python(recipe))
     materialize = recipe.weights.materialize or plugin.supports.default_materialize
     weights: dict[str, Any] = {
         "mode": recipe.weights.mode,
@@ -108,7 +107,11 @@ def plan_capture(
                     "image": recipe.image,
                     **({"image_digest": recipe.image.rpartition("@")[2]} if recipe.image != HOST_IMAGE else {}),
                     "command": list(command),
-                    "environment": {**BASE_ENVIRONMENT, **plugin.unit_environment(), **recipe.environment},
+                    "environment": {
+                        **BASE_ENVIRONMENT,
+                        **plugin.unit_environment(recipe.cache_seeds),
+                        **recipe.environment,
+                    },
                     "mounts": [mount.model_dump() for mount in recipe.mounts],
                 }
             ],
@@ -163,6 +166,11 @@ def resolve_launch(
     if problems:
         raise Refused("the model of the request", problems)
     return found
+
+
+def _python(recipe: Recipe) -> str:
+    """The interpreter that runs the engine: the recipe's, the image's usual one, or ours."""
+    return recipe.python or (sys.executable if recipe.image == HOST_IMAGE else IMAGE_PYTHON)
 
 
 def _refuse_unseen_model(recipe: Recipe) -> None:

@@ -4,6 +4,7 @@
     engine: transformers
     model: ./smollm2                  # a folder, or a Hugging Face id with `revision`
     driver: auto                      # auto | host | n580 | n610
+    python: ./venv/bin/python         # the interpreter that has the engine; coldsnap's own by default
     devices: ["0"]                    # GPUs by index or UUID; the first ones by default
     serve: {host: 127.0.0.1, port: 8000}
     validation:
@@ -19,6 +20,7 @@ errors, as everywhere.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,11 +34,21 @@ from coldsnap.core.names import Length
 from coldsnap.core.parsing import Record, parse_document
 from coldsnap.errors import InvalidDocument, Problem, UserError
 
-__all__ = ["DEFAULT_PROMPTS", "Recipe", "RecipeMount", "RecipeValidation", "RecipeWeights", "load_recipe"]
+__all__ = [
+    "DEFAULT_PROMPTS",
+    "IMAGE_PYTHON",
+    "Recipe",
+    "RecipeMount",
+    "RecipeValidation",
+    "RecipeWeights",
+    "load_recipe",
+]
 
 MAX_RECIPE_BYTES = 1024 * 1024
 MAX_JSON_BYTES = 4 * MAX_RECIPE_BYTES
 DEFAULT_MAX_TOKENS = 8
+IMAGE_PYTHON = "/usr/bin/python3"
+"""The interpreter of a unit with an image, unless its recipe names another."""
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 DEFAULT_PROMPTS = (
     Prompt(text="The capital of France is", max_tokens=DEFAULT_MAX_TOKENS),
@@ -94,7 +106,7 @@ class Recipe(Record):
     mounts: tuple[RecipeMount, ...] = Field(default=(), strict=False)
     image: str = HOST_IMAGE
     runtime: Literal["native", "docker", "podman"] = "native"
-    python: str = Field(default="/usr/bin/python3", pattern="^/")
+    python: str | None = Field(default=None, pattern="^[/.~]")
     cache_seeds: tuple[str, ...] = Field(default=(), strict=False)
     allow_secrets: tuple[str, ...] = Field(default=(), strict=False)
     cold_start: bool = False
@@ -162,6 +174,10 @@ def parse_recipe(data: bytes, *, subject: str, folder: Path) -> Recipe:
         problems.append(Problem(field="name", message="is the file's, which cannot be a name", value=name, cure=cure))
     model = _expanded("model", recipe.model, problems)
     sources = [_expanded(f"mounts[{index}].source", one.source, problems) for index, one in enumerate(recipe.mounts)]
+    python = _expanded("python", recipe.python, problems) if recipe.python is not None else None
+    if recipe.image != HOST_IMAGE and recipe.python is not None and not recipe.python.startswith("/"):
+        cure = "write the whole path, as it is inside the image"
+        problems.append(Problem(field="python", message="is not absolute", value=recipe.python, cure=cure))
     if not recipe.model.strip():
         cure = "name the checkpoint's folder, or a repository of the hub with its revision"
         problems.append(Problem(field="model", message="names nothing", value=repr(recipe.model), cure=cure))
@@ -175,6 +191,8 @@ def parse_recipe(data: bytes, *, subject: str, folder: Path) -> Recipe:
     return recipe.model_copy(
         update={
             "model": str(model) if model.is_absolute() else recipe.model,
+            # As it is written: a link to an interpreter is what makes it the one of its environment.
+            "python": os.path.normpath(folder.resolve() / python) if python is not None else None,
             "mounts": tuple(
                 one.model_copy(update={"source": str((folder / source).resolve())})
                 if one.source.startswith((".", "~"))

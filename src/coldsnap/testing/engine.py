@@ -8,7 +8,6 @@ the model is real: the observer is told each copy, requests come over HTTP, slee
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,11 @@ from coldsnap.core.execution import Adapter, Execution, Group, Service, Worker
 from coldsnap.core.extents import padded
 from coldsnap.core.manifest import ModelSource
 from coldsnap.core.messages import Answer, Prompt
+from coldsnap.core.request import OperationRequest
 from coldsnap.engines.kernel import trim_heap
 from coldsnap.engines.local_model import checkpoint_files, resolve_local
 from coldsnap.engines.observer import Observer
-from coldsnap.engines.protocol import CommandFacts, EngineSupport, ResolvedModel
+from coldsnap.engines.protocol import CommandFacts, EngineSupport, Installed, ResolvedModel
 from coldsnap.engines.safetensors import SafetensorsFile
 from coldsnap.engines.settings import model_source_options
 from coldsnap.errors import EngineError, InvalidDocument, Problem, UsageError
@@ -229,9 +229,9 @@ class FakePlugin:
         drivers=frozenset({"host", "n580", "n610"}),
     )
 
-    def missing_packages(self) -> tuple[str, ...]:
-        """None: the standard library is enough."""
-        return ()
+    def installed(self, python: str, environment: Mapping[str, str]) -> Installed:
+        """All of it: the standard library is enough."""
+        return Installed(python=python, versions={"fake": "1"})
 
     def example_model_command(self, cache: Path, *, random: str | None = None) -> tuple[tuple[str, ...], Path] | None:
         """There is none."""
@@ -263,19 +263,23 @@ class FakePlugin:
         return {**known, **serve}
 
     def unit_command(
-        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int
+        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int, python: str
     ) -> tuple[str, ...]:
         """See `EnginePlugin.unit_command`."""
-        command = [sys.executable, "-m", "coldsnap.testing.engine_main", "--model", str(model.path)]
+        command = [python, "-m", "coldsnap.testing.engine_main", "--model", str(model.path)]
         command += ["--host", host, "--port", str(port)]
         for name, value in self.options(options).items():
             if value is not None:
                 command += [f"--{name.replace('_', '-')}", str(value)]
         return tuple(command)
 
-    def unit_environment(self) -> Mapping[str, str]:
+    def unit_environment(self, cache_paths: Sequence[str]) -> Mapping[str, str]:
         """Nothing beside what every unit gets."""
         return {}
+
+    def capture_problems(self, request: OperationRequest) -> tuple[Problem, ...]:
+        """None."""
+        return ()
 
     def read_command(self, command: Sequence[str]) -> CommandFacts:
         """See `EnginePlugin.read_command`."""

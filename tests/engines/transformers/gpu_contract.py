@@ -116,8 +116,8 @@ def process(folder: Path, model_folder: Path, *, template: bool) -> Iterator[tup
         options=PLUGIN.settings_options(model, {}),
     )
     (folder / "settings.json").write_text(settings.model_dump_json())
-    command = PLUGIN.unit_command(model, PLUGIN.options(ON_GPU), host="127.0.0.1", port=8000)
-    environment = {**os.environ, **PLUGIN.unit_environment(), "COLDSNAP_SETTINGS": str(folder / "settings.json")}
+    command = PLUGIN.unit_command(model, PLUGIN.options(ON_GPU), host="127.0.0.1", port=8000, python=sys.executable)
+    environment = {**os.environ, **PLUGIN.unit_environment(()), "COLDSNAP_SETTINGS": str(folder / "settings.json")}
     with (folder / "log").open("wb") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as one:
         try:
             client = ControlClient(folder / "w.sock")

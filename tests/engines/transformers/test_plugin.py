@@ -43,8 +43,9 @@ def test_what_is_neither_folder_nor_repository_is_named(name: str) -> None:
 
 def test_the_command_and_the_settings_divide_what_there_is_to_say(tmp_path: Path) -> None:
     model = PLUGIN.resolve_model(str(write_checkpoint(tmp_path / "m")))
-    command = PLUGIN.unit_command(model, {"num_threads": 2}, host="0.0.0.0", port=8080)  # noqa: S104 - said, not done
-    assert command[:3] == (sys.executable, "-m", "coldsnap.engines.transformers")
+    host = "0.0.0.0"  # noqa: S104 - said, not done
+    command = PLUGIN.unit_command(model, {"num_threads": 2}, host=host, port=8080, python="/venv/bin/python")
+    assert command[:3] == ("/venv/bin/python", "-m", "coldsnap.engines.transformers")
     facts = PLUGIN.read_command(command)
     assert (facts.model, facts.host, facts.port) == (model.path, "0.0.0.0", 8080)  # noqa: S104
     assert set(PLUGIN.settings_options(model, {})) == {"model_id", "revision", "metadata_sha256"}

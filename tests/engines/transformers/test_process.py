@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_it_serves_and_holds_no_model_byte_while_asleep(tiny: Path, tmp_path: Pa
     (tmp_path / "settings.json").write_text(settings.model_dump_json())
     (tmp_path / "out").mkdir(mode=0o700)
     environment = {"PATH": os.environ["PATH"], "COLDSNAP_SETTINGS": str(tmp_path / "settings.json")}
-    command = PLUGIN.unit_command(model, PLUGIN.options({"num_threads": 1}), host="127.0.0.1", port=port)
+    options = PLUGIN.options({"num_threads": 1})
+    command = PLUGIN.unit_command(model, options, host="127.0.0.1", port=port, python=sys.executable)
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,42 +11,14 @@ from coldsnap.engines.vllm.contract import lookup_in, main
 from coldsnap.engines.vllm.symbols import SYMBOLS, Found, Symbol, missing
 from coldsnap.errors import UserError
 
-
-def write_tree(folder: Path, sources: dict[str, str]) -> Path:
-    for name, text in {"vllm": "", **sources}.items():
-        path = folder.joinpath(*name.split("."))
-        inner = any(other.startswith(f"{name}.") for other in sources) or name == "vllm"
-        path = path / "__init__.py" if inner else path.with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return folder
-
-
-def every_symbol(*, without: Symbol | None = None, place: int = 0) -> dict[str, str]:
-    """Sources that hold each symbol but `without`, in its first or its last place."""
-    plain: dict[str, list[str]] = defaultdict(list)
-    classes: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for symbol in SYMBOLS:
-        where = symbol.places[place]
-        owner, _, member = symbol.name.partition(".")
-        accepted = ", ".join(symbol.parameters)
-        if member:
-            body = classes[where][owner]
-            if symbol is not without:
-                body.append(f"    async def {member}(self, {accepted}): pass" if accepted else f"    {member} = 0")
-        elif symbol is not without:
-            plain[where].append(f"def {owner}({accepted}): pass")
-    names = plain.keys() | classes.keys()
-    return {
-        where: "\n".join(
-            [*plain[where], *(f"class {owner}:\n    '''.'''\n" + "\n".join(b) for owner, b in classes[where].items())]
-        )
-        for where in names
-    }
+WriteTree = Callable[[Path, dict[str, str]], Path]
+EverySymbol = Callable[..., dict[str, str]]
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_tree_that_has_every_symbol_passes(place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tree_that_has_every_symbol_passes(
+    place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], write_tree: WriteTree, every_symbol: EverySymbol
+) -> None:
     write_tree(tmp_path, every_symbol(place=place))
     assert main([str(tmp_path)]) == 0
     assert f"all {len(SYMBOLS)} symbols" in capsys.readouterr().out
@@ -54,7 +26,7 @@ def test_a_tree_that_has_every_symbol_passes(place: int, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("gone", SYMBOLS, ids=lambda symbol: symbol.name)
 def test_each_symbol_that_is_gone_is_the_one_that_is_listed(
-    gone: Symbol, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gone: Symbol, tmp_path: Path, capsys: pytest.CaptureFixture[str], write_tree: WriteTree, every_symbol: EverySymbol
 ) -> None:
     write_tree(tmp_path, every_symbol(without=gone))
     assert main([str(tmp_path)]) == 1
@@ -63,20 +35,20 @@ def test_each_symbol_that_is_gone_is_the_one_that_is_listed(
     assert lines == [f"  {' or '.join(gone.places)}: {gone.name} is gone ({gone.use})"]
 
 
-def test_a_parameter_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_parameter_that_is_gone_is_named(tmp_path: Path, write_tree: WriteTree) -> None:
     symbol = Symbol(name="C.f", places=("vllm.a",), parameters=("x", "y"), use="this test")
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": "class C:\n    def f(self, x, *, z): pass\n"}))
     assert lookup("vllm.a", "C.f") == Found(parameters=("self", "x", "z"))
     assert [str(one) for one in missing(lookup, [symbol])] == ["vllm.a: C.f does not accept y (this test)"]
 
 
-def test_a_function_that_takes_any_name_accepts_ours(tmp_path: Path) -> None:
+def test_a_function_that_takes_any_name_accepts_ours(tmp_path: Path, write_tree: WriteTree) -> None:
     symbol = Symbol(name="f", places=("vllm.a",), parameters=("x",), use="this test")
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": "def f(**more): pass\n"}))
     assert missing(lookup, [symbol]) == ()
 
 
-def test_a_second_place_makes_good_what_the_first_does_not_accept(tmp_path: Path) -> None:
+def test_a_second_place_makes_good_what_the_first_does_not_accept(tmp_path: Path, write_tree: WriteTree) -> None:
     symbol = Symbol(name="f", places=("vllm.a", "vllm.b"), parameters=("x",), use="this test")
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": "def f(): pass\n", "vllm.b": "def f(x): pass\n"}))
     assert missing(lookup, [symbol]) == ()
@@ -93,7 +65,7 @@ def test_a_second_place_makes_good_what_the_first_does_not_accept(tmp_path: Path
         ("class C:\n    def later(self):\n        self.late = 1\n", "C.late"),
     ],
 )
-def test_what_python_would_find_is_found(source: str, name: str, tmp_path: Path) -> None:
+def test_what_python_would_find_is_found(source: str, name: str, tmp_path: Path, write_tree: WriteTree) -> None:
     others = {"vllm.other": "def g(): pass\nclass Base:\n    inherited = 1\n"}
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": source, **others}))
     assert lookup("vllm.a", name) is not None
@@ -108,13 +80,13 @@ def test_what_python_would_find_is_found(source: str, name: str, tmp_path: Path)
         ("C = 1\n", "C.member"),
     ],
 )
-def test_what_python_would_not_find_is_gone(source: str, name: str, tmp_path: Path) -> None:
+def test_what_python_would_not_find_is_gone(source: str, name: str, tmp_path: Path, write_tree: WriteTree) -> None:
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": source, "vllm.other": ""}))
     assert lookup("vllm.a", name) is None
     assert lookup("vllm.not_there", name) is None
 
 
-def test_a_circle_of_imports_ends(tmp_path: Path) -> None:
+def test_a_circle_of_imports_ends(tmp_path: Path, write_tree: WriteTree) -> None:
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": "from vllm.b import f\n", "vllm.b": "from vllm.a import f\n"}))
     assert lookup("vllm.a", "f") is not None  # Python decides that one; here it only has to end
 
@@ -127,7 +99,7 @@ def test_wrong_words_and_folders_are_told_from_a_broken_contract(
     assert f"there is no package vllm in {tmp_path}" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_python_is_named(tmp_path: Path, write_tree: WriteTree) -> None:
     lookup = lookup_in(write_tree(tmp_path, {"vllm.a": "def (\n"}))
     with pytest.raises(UserError, match=r"cannot read .*vllm/a\.py"):
         lookup("vllm.a", "f")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
 from coldsnap.cli.options import DEFAULT_STATE_ROOT, AsJson, StateRootPath
 from coldsnap.cli.output import print_json, print_lines, print_table
 
+if TYPE_CHECKING:
+    from coldsnap.engines.protocol import Installed
+
 __all__ = ["add_to"]
+
+_NONE: list[str] = []
 
 
 def add_to(app: typer.Typer) -> None:
@@ -16,7 +24,13 @@ def add_to(app: typer.Typer) -> None:
     app.command()(capabilities)
 
 
-def doctor(state_root: StateRootPath = DEFAULT_STATE_ROOT, as_json: AsJson = False) -> None:
+Pythons = Annotated[
+    list[str],
+    typer.Option("--python", metavar="PATH", help="Also look for engines in this interpreter; may be repeated."),
+]
+
+
+def doctor(state_root: StateRootPath = DEFAULT_STATE_ROOT, python: Pythons = _NONE, as_json: AsJson = False) -> None:
     """Check every need of coldsnap on this machine and print the cure for what is missing.
 
     Exit code 0: captures and restores can run here. 4: something must be done first.
@@ -26,7 +40,7 @@ def doctor(state_root: StateRootPath = DEFAULT_STATE_ROOT, as_json: AsJson = Fal
     from coldsnap.cli.wiring import container_runtimes, installed_engines, this_accelerator
     from coldsnap.ops.doctor import examine
 
-    needs = examine(state_root, installed_engines(), this_accelerator(), container_runtimes())
+    needs = examine(state_root, installed_engines(), this_accelerator(), container_runtimes(), pythons=python)
     healthy = not any(need.blocking for need in needs)
     if as_json:
         print_json({"healthy": healthy, "needs": [need.document() for need in needs]})
@@ -83,6 +97,7 @@ def capabilities(state_root: StateRootPath = DEFAULT_STATE_ROOT, as_json: AsJson
                         "drivers": sorted(plugin.supports.drivers),
                         "warm": plugin.supports.warm,
                         "materialize": sorted(plugin.supports.materialize),
+                        "installed": _installed(plugin.installed(sys.executable, {})),
                     }
                     for name, plugin in engines
                 ],
@@ -99,9 +114,31 @@ def capabilities(state_root: StateRootPath = DEFAULT_STATE_ROOT, as_json: AsJson
             [(str(gpu.index), gpu.name, gpu.compute_capability, gpu.uuid) for gpu in inventory.gpus],
         )
     print_table(
-        ("engine", "drivers", "warm"),
-        [(name, ", ".join(sorted(p.supports.drivers)), _yes(p.supports.warm)) for name, p in engines],
+        ("engine", "drivers", "warm", "here"),
+        [
+            (
+                name,
+                ", ".join(sorted(p.supports.drivers)) or "none",
+                _yes(p.supports.warm),
+                _told(p.installed(sys.executable, {})),
+            )
+            for name, p in engines
+        ],
     )
+
+
+def _installed(found: Installed) -> dict[str, Any]:
+    return {
+        "python": found.python,
+        "versions": dict(found.versions),
+        "problems": [problem.document() for problem in found.problems],
+    }
+
+
+def _told(found: Installed) -> str:
+    if found.problems:
+        return "; ".join(f"{one.field} {one.message}" for one in found.problems)
+    return ", ".join(f"{name} {version}" for name, version in found.versions.items()) or "yes"
 
 
 def _yes(value: bool) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from coldsnap.core.canonical import canonical_sha256
-from coldsnap.core.request import Adapter, Execution, Group, Service, Worker
+from coldsnap.core.request import Adapter, Execution, Group, OperationRequest, Service, Worker
+from coldsnap.engines.hub import resolve_pinned
+from coldsnap.engines.interpreter import look_at
 from coldsnap.engines.local_model import resolve_local
-from coldsnap.engines.protocol import CommandFacts, EngineSupport, ResolvedModel
+from coldsnap.engines.protocol import CommandFacts, EngineSupport, Installed, ResolvedModel
 from coldsnap.engines.settings import model_source_options
-from coldsnap.engines.transformers.hub import resolve_pinned
 from coldsnap.engines.transformers.options import Device, command_arguments, parse_command, parse_options
-from coldsnap.errors import UsageError
+from coldsnap.errors import Problem, UsageError
 
 __all__ = ["PLUGIN", "TransformersPlugin"]
 
@@ -36,9 +35,23 @@ class TransformersPlugin:
         drivers=frozenset({"host", "n580", "n610"}),
     )
 
-    def missing_packages(self) -> tuple[str, ...]:
-        """See `EnginePlugin.missing_packages`."""
-        return tuple(name for name in _PACKAGES if find_spec(name) is None)
+    def installed(self, python: str, environment: Mapping[str, str]) -> Installed:
+        """See `EnginePlugin.installed`."""
+        wanted = ("coldsnap", *_PACKAGES)
+        found = look_at(python, {name: (name,) for name in wanted}, environment=environment)
+        return Installed(
+            python=python,
+            versions={name: one.version for name, one in found.packages.items() if one.version is not None},
+            problems=tuple(
+                Problem(
+                    field=name,
+                    message=f"is not installed in {python}",
+                    cure=f"{python} -m pip install 'coldsnap[transformers]'",
+                )
+                for name in wanted
+                if name not in found.packages
+            ),
+        )
 
     def example_model_command(self, cache: Path, *, random: str | None = None) -> tuple[tuple[str, ...], Path] | None:
         """SmolLM2-135M-Instruct, converted from the copy a Python package carries; or a Qwen3 of random weights."""
@@ -67,15 +80,19 @@ class TransformersPlugin:
         return parse_options(serve).model_dump(mode="json")
 
     def unit_command(
-        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int
+        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int, python: str
     ) -> tuple[str, ...]:
         """See `EnginePlugin.unit_command`."""
         arguments = command_arguments(str(model.path), parse_options(options), host=host, port=port)
-        return (sys.executable, "-m", _ENTRY, *arguments)
+        return (python, "-m", _ENTRY, *arguments)
 
-    def unit_environment(self) -> Mapping[str, str]:
+    def unit_environment(self, cache_paths: Sequence[str]) -> Mapping[str, str]:
         """See `EnginePlugin.unit_environment`."""
         return _ENVIRONMENT
+
+    def capture_problems(self, request: OperationRequest) -> tuple[Problem, ...]:
+        """None that the options, the model and the gates of every engine do not tell."""
+        return ()
 
     def read_command(self, command: Sequence[str]) -> CommandFacts:
         """See `EnginePlugin.read_command`."""

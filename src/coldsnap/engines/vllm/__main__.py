@@ -141,7 +141,9 @@ def main() -> int:
         arguments = serve_arguments(sys.argv[1:])
         check_environment(os.environ)
         settings = read_all_settings(os.environ)
-        Front(settings, arguments, run_folder(os.environ)).run()
+        folder = run_folder(os.environ)
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # sockets of ZMQ: private, as the unit's folder is
+        Front(settings, arguments, folder).run()
     except ColdsnapError as error:
         sys.stdout.write(f"{error}\n")
         return 2

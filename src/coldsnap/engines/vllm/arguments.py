@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from coldsnap.engines.vllm.refusals import environment_problems, flag, option_problems
 from coldsnap.errors import Problem, Refused, UsageError
 
 __all__ = ["ENVIRONMENT", "check_environment", "parse_arguments", "problems", "serve_arguments"]
@@ -24,24 +25,6 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     }
 )
-_FALSE = ("", "0", "false", "False")
-_ONE_FRONT = "coldsnap keeps one front process a unit, and opens its listener itself"
-_REFUSED_OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "uds": ("there is no Unix socket to serve on", "leave it out; `serve` opens a TCP port"),
-        "headless": (_ONE_FRONT, "leave it out"),
-        "grpc": (_ONE_FRONT, "leave it out"),
-        "grpc_port": (_ONE_FRONT, "leave it out"),
-        "api_key": (
-            "the command is part of the artifact, and a key in it would be public",
-            "set VLLM_API_KEY in the unit's environment and name it in allow_secrets",
-        ),
-        "enable_ssl_refresh": (
-            "watching files leaves descriptors behind that cannot be frozen",
-            "leave it out; certificate and key are read again whenever the listener is opened",
-        ),
-    }
-)
 
 
 def serve_arguments(command: Sequence[str]) -> list[str]:
@@ -56,14 +39,7 @@ def serve_arguments(command: Sequence[str]) -> list[str]:
 
 def check_environment(environment: Mapping[str, str]) -> None:
     """Raises Refused for what must not be switched on in a served tree. Needs no vLLM."""
-    found = [
-        Problem(field=f"environment.{name}", message=message, value=environment[name], cure=f"unset {name}")
-        for name, message in (
-            ("VLLM_SERVER_DEV_MODE", "vLLM's development endpoints let anybody put the engine to sleep"),
-            ("VLLM_USE_RUST_FRONTEND", "the Rust front end cannot be frozen"),
-        )
-        if environment.get(name, "") not in _FALSE
-    ]
+    found = environment_problems(environment)
     if found:
         raise Refused("the environment of vLLM", found)
 
@@ -95,19 +71,4 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
 
 def problems(options: Mapping[str, object]) -> tuple[Problem, ...]:
     """What the front cannot serve, by the option's name; `options` are vLLM's, after parsing."""
-    found = [
-        Problem(field=f"command.{_flag(name)}", message=message, cure=cure)
-        for name, (message, cure) in _REFUSED_OPTIONS.items()
-        if options.get(name)
-    ]
-    for name in ("api_server_count", "data_parallel_size"):
-        number = options.get(name)
-        if isinstance(number, int) and number != 1:
-            found.append(
-                Problem(field=f"command.{_flag(name)}", message=_ONE_FRONT, value=str(number), cure="leave it out")
-            )
-    return tuple(found)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return option_problems(options, field=lambda name: f"command.{flag(name)}")

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader import (
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from coldsnap.engines.vllm.account import account
-from coldsnap.engines.vllm.loading import Load, reloaded, taken
+from coldsnap.engines.vllm.loading import WATCHED_FORMATS, Load, reloaded, taken
 from coldsnap.engines.vllm.sources import Sources
 from coldsnap.engines.vllm.storages import storages_of
 from coldsnap.engines.vllm.tracing import Tracer
@@ -33,8 +33,6 @@ from coldsnap.errors import UserError
 __all__ = ["LOAD_FORMAT", "WATCHED_FORMATS", "ColdsnapLoader", "register", "watch_every_format"]
 
 LOAD_FORMAT = "coldsnap"
-WATCHED_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
-"""Loaders that give each tensor to the model by its name in the checkpoint."""
 
 _replaced: dict[str, type[BaseModelLoader]] = {}
 """vLLM's own loaders, by format, where ours has taken their place."""

@@ -23,6 +23,7 @@ from coldsnap.errors import Problem
 from coldsnap.hydrate.memory import StableMemory
 
 __all__ = [
+    "WATCHED_FORMATS",
     "Load",
     "Supplier",
     "Way",
@@ -35,6 +36,9 @@ __all__ = [
     "taken",
     "watch_reloads",
 ]
+
+WATCHED_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+"""vLLM's load formats that give each tensor to the model by its name in the checkpoint."""
 
 
 class Way(StrEnum):

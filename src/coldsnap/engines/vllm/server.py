@@ -27,7 +27,8 @@ from coldsnap.engines.vllm.gate import Gate
 from coldsnap.engines.vllm.link import FrontState, Phase
 from coldsnap.engines.vllm.listener import Listener
 from coldsnap.engines.vllm.quiet import QuietWorkers
-from coldsnap.errors import ColdsnapError, EngineError, UserError
+from coldsnap.engines.vllm.refusals import fact_problems
+from coldsnap.errors import ColdsnapError, EngineError, Refused, UserError
 
 __all__ = ["VllmService", "import_server"]
 
@@ -65,11 +66,14 @@ class VllmService:
     async def run(self, args: Namespace, ready: Callable[[], None]) -> None:
         """Bring the engine up and serve until `end`. `ready` is called once `end` may be.
 
-        Raises EngineError when vLLM does not come up or its engine process dies; nothing of it is left in any case.
+        Raises Refused for a configuration that cannot be captured, EngineError when vLLM does not come up or its engine
+        process dies; nothing of it is left in any case.
         """
         with_usage = resolve("UsageContext").OPENAI_API_SERVER
         engine_args = resolve("AsyncEngineArgs").from_cli_args(args)
         config = engine_args.create_engine_config(usage_context=with_usage)
+        if refused := fact_problems(config):
+            raise Refused("the configuration of vLLM", refused)
         close_nvml()  # a forked engine process would have its descriptors
         engine = resolve("AsyncLLM").from_vllm_config(
             vllm_config=config,

@@ -21,17 +21,17 @@ class StruckPlugin(FakePlugin):
         self._desk = desk
 
     def unit_command(
-        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int
+        self, model: ResolvedModel, options: Mapping[str, object], *, host: str, port: int, python: str
     ) -> tuple[str, ...]:
         """See `EnginePlugin.unit_command`."""
-        command = super().unit_command(model, options, host=host, port=port)
-        program = (sys.executable, "-m", "coldsnap.testing.faults.worker", "--faults", str(self._desk))
+        command = super().unit_command(model, options, host=host, port=port, python=python)
+        program = (python, "-m", "coldsnap.testing.faults.worker", "--faults", str(self._desk))
         return (*program, *command[3:])
 
 
 def real_plugin(desk: Path) -> EnginePlugin:
     """A real engine, which cannot be struck from inside. Raises MissingCapability when none is installed."""
     for name, plugin in installed_engines().items():
-        if name != StruckPlugin.name and not plugin.missing_packages():
+        if name != StruckPlugin.name and not plugin.installed(sys.executable, {}).problems:
             return plugin
     raise MissingCapability("no real engine is installed", cure="install coldsnap[transformers], or --no-real-engine")

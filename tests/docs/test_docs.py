@@ -23,6 +23,8 @@ from coldsnap.core.request import Extension, OperationRequest, Policy
 from coldsnap.core.spans import Clock, Span, Timing
 from coldsnap.engines.transformers.options import TransformersOptions, parse_options
 from coldsnap.engines.vllm.options import parse_options as parse_vllm_options
+from coldsnap.engines.vllm.outer import PLUGIN
+from coldsnap.engines.vllm.refusals import OPTIONS, SLEEP_MODE, VARIABLES, flag
 from coldsnap.ops.leases import Lease
 from coldsnap.ops.recipe import Recipe, parse_recipe
 from coldsnap.ops.services import ServiceRecord
@@ -173,6 +175,23 @@ def test_every_key_of_a_recipe_is_described() -> None:
 def test_every_option_of_the_engine_is_described() -> None:
     told = {cells[0].strip("`") for cells in rows_below("docs/recipes.md", "## Options of the Transformers engine")}
     assert told == set(TransformersOptions.model_fields)
+
+
+def test_every_refusal_of_vllm_is_described() -> None:
+    told = " ".join(cells[0] for cells in rows_below("docs/vllm.md", "## Refusals"))
+    names = {*(flag(one.name) for one in (*OPTIONS, SLEEP_MODE)), *(one.name for one in VARIABLES)}
+    assert {name for name in names if f"`{name}`" not in told} == set()
+    assert set(re.findall(r"`(--[a-z-]+|[A-Z][A-Z0-9_]+)`", told)) == {
+        *names,
+        "--enforce-eager",
+        "--tensor-parallel-size",
+    }, "and no others, but for the two that need a second fact"
+
+
+def test_the_variables_of_a_vllm_process_are_described() -> None:
+    for name, value in PLUGIN.unit_environment(()).items():
+        said = text_of("docs/vllm.md")
+        assert f"`{name}={value}`" in said or f"`{name}`" in said
 
 
 def documents() -> str:

@@ -12,6 +12,7 @@ from house import image, kit, vllm
 from house.checks import check, test
 from house.say import Trouble, call, say
 from house.setup import CACHE, CRIU_PREFIX, ROOT, VENV, refuse_unless_of_kit, setup
+from house.vllmjobs import run_vllm_bundle, run_vllm_bundle_use, run_vllm_proof
 
 _DEMO = frozenset({"transformers", "demo"})
 _ALL = frozenset({"transformers", "demo", "dev"})
@@ -108,7 +109,9 @@ def run_bench(words: Sequence[str]) -> int:
     ./run bench NAME [WORDS]   benchmarks/NAME.py, with words of its own
     """
     names = sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py"))
-    names = [name for name in names if name not in ("harness", "gpu_proof", "ship_proof")]  # proofs are jobs
+    names = [
+        name for name in names if name not in ("harness", "gpu_proof", "ship_proof", "vllm_proof")
+    ]  # proofs are jobs
     if words and words[0] not in names:
         raise Trouble(f"there is no benchmark {words[0]!r}", f"choose one of {', '.join(names)}")
     setup(extras=_ALL, with_criu=_root())
@@ -246,7 +249,7 @@ def run_help(words: Sequence[str]) -> int:
         if name not in JOBS:
             raise Trouble(f"there is no job {name!r}", f"choose one of {', '.join(JOBS)}")
         text = inspect.getdoc(JOBS[name]) or ""
-        sys.stdout.write(text + "\n" if words else f"  {name:14} {text.splitlines()[0]}\n")
+        sys.stdout.write(text + "\n" if words else f"  {name:16} {text.splitlines()[0]}\n")
     return 0
 
 
@@ -260,11 +263,14 @@ JOBS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "bench": run_bench,
     "gpu-proof": run_gpu_proof,
     "ship-proof": run_ship_proof,
+    "vllm-proof": run_vllm_proof,
     "faults": run_faults,
     "model": run_model,
     "image": run_image,
     "kit": run_kit,
     "kit-use": run_kit_use,
+    "vllm-bundle": run_vllm_bundle,
+    "vllm-bundle-use": run_vllm_bundle_use,
     "clean": run_clean,
     "help": run_help,
 }

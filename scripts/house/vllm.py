@@ -33,7 +33,7 @@ _TEST_TIMEOUT_S = 3600
 def test(words: Sequence[str]) -> int:
     """Run pytest on tests/vllm; its exit status, or 1 for a skipped test. Raises Trouble when vLLM cannot be had."""
     with alone():
-        python = _environment()
+        python = environment()
     results = CACHE / "test-vllm"
     results.mkdir(parents=True, exist_ok=True)
     report = results / "junit.xml"
@@ -48,8 +48,11 @@ def test(words: Sequence[str]) -> int:
     return status or (1 if skipped else 0)
 
 
-def _environment() -> Path:
-    """The Python that has vLLM and this checkout."""
+def environment() -> Path:
+    """The Python that has vLLM and this checkout, made if it is not there. Raises Trouble when it cannot be.
+
+    Called with `setup.alone`.
+    """
     python = VENV_VLLM / "bin/python"
     own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     facts = {**venv_facts(), "settings": settings_digest(), "job": own}

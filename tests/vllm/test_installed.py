@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coldsnap.engines.settings import SETTINGS_VARIABLE
 from coldsnap.engines.vllm import compat
+from coldsnap.engines.vllm.arguments import problems
+from coldsnap.engines.vllm.flags import options_in
+from coldsnap.engines.vllm.refusals import FACTS, OPTIONS, fact_problems
 from coldsnap.engines.vllm.symbols import SYMBOLS
+
+MODEL = Path(__file__).parents[2] / ".cache/models/smollm2"
 
 
 def test_every_symbol_that_we_rely_on_is_in_the_sources() -> None:
@@ -107,3 +113,33 @@ def test_vllms_own_factory_makes_our_backend_and_it_asks_who_is_in_charge() -> N
         assert sleeper.asked == [("suspend", 1), ("resume", None), ("discard", ("kv_cache",))]
     finally:
         sleeping.put_in_charge(None)
+
+
+def test_what_is_read_out_of_the_sources_is_what_the_parser_has() -> None:
+    found = options_in(compat.installed_folder())
+    parser = compat.resolve("make_arg_parser")(compat.resolve("FlexibleArgumentParser")(prog="x"))
+    words = {word for action in parser._actions for word in action.option_strings if word.startswith("--")}
+    plain = {word.removeprefix("--").replace("-", "_") for word in words if not word.startswith("--no-")}
+    assert found == plain - {"help"}
+
+
+def test_its_defaults_are_taken_and_every_row_of_the_table_is_an_option_of_it() -> None:
+    parser = compat.resolve("make_arg_parser")(compat.resolve("FlexibleArgumentParser")(prog="x"))
+    assert problems(vars(parser.parse_args(["a-model"]))) == ()
+    later = {"sleep_mode_backend"}  # from 0.33 on
+    assert {one.name for one in OPTIONS} - options_in(compat.installed_folder()) <= later
+
+
+def test_a_plain_configuration_of_it_is_taken() -> None:
+    engine_args = compat.resolve("AsyncEngineArgs")(model=str(MODEL), enforce_eager=True, max_model_len=512)
+    config = engine_args.create_engine_config(usage_context=compat.resolve("UsageContext").OPENAI_API_SERVER)
+    assert fact_problems(config) == ()
+    assert {path for path in (one.path for one in FACTS) if not _has(config, path)} == set(), "each is there to be seen"
+
+
+def _has(config: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(config, name):
+            return False
+        config = getattr(config, name)
+    return True

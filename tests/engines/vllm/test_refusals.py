@@ -22,6 +22,7 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "enable_lora": ((True, "true"), (False, None)),
     "lora_modules": ((["a=/x"], "a=/x"), (None, [])),
     "enable_tower_connector_lora": ((True,), (False,)),
+    "default_mm_loras": (({"image": "/x"},), (None,)),
     "speculative_config": (({"method": "ngram"}, '{"method":"ngram"}'), (None, "", {})),
     "spec_model": (("/draft",), (None,)),
     "spec_method": (("ngram",), (None,)),
@@ -36,6 +37,8 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "offload_group_size": ((2,), (0, None)),
     "enable_eplb": ((True,), (False,)),
     "enable_elastic_ep": ((True,), (False,)),
+    "enable_scale_out": ((True,), (False,)),
+    "enable_fault_tolerance": ((True,), (False,)),
     "quantization": (("bitsandbytes", "gguf", "torchao", "GGUF"), (None, "fp8", "awq", "gptq", "compressed-tensors")),
     "load_format": (
         ("pt", "npcache", "dummy", "tensorizer", "sharded_state", "mistral", "ipc_cache", "modelexpress", "gguf"),
@@ -43,6 +46,7 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     ),
     "sleep_mode_backend": (("cumem",), ("coldsnap", None)),
     "sleep_mode_offload_cudagraph": ((True,), (False,)),
+    "sleep_preserve_parameter_names": ((["lm_head"],), (None, [])),
     "data_parallel_size": ((2, "2"), (1, "1", None)),
     "data_parallel_size_local": ((2, 0), (1, None)),
     "api_server_count": ((2, 0), (1, None)),
@@ -58,14 +62,23 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "data_parallel_hybrid_lb": ((True,), (False,)),
     "data_parallel_external_lb": ((True,), (False,)),
     "data_parallel_rpc_port": ((29550,), (None,)),
+    "data_parallel_multi_port_external_lb": ((True,), (False,)),
+    "data_parallel_start_rank": ((1,), (None,)),
     "uds": (("/run/x.sock",), (None,)),
     "api_key": ((["sk-1"], "sk-1"), (None, [])),
+    "hf_token": (("hf_sk-1",), (None, False)),
     "enable_ssl_refresh": ((True,), (False,)),
     "ssl_keyfile": (("key.pem", "./key.pem"), ("/etc/key.pem", None)),
     "ssl_certfile": (("cert.pem",), ("/etc/cert.pem", None)),
     "ssl_ca_certs": (("ca.pem",), ("/etc/ca.pem", None)),
     "otlp_traces_endpoint": (("http://collector:4317",), (None,)),
     "tool_server": (("demo",), (None,)),
+    "skip_tokenizer_init": ((True,), (False,)),
+    "tokens_only": ((True,), (False,)),
+    "runner": (("pooling",), ("auto", "generate", None)),
+    "convert": (("embed", "classify"), ("auto", "none", None)),
+    "device_ids": (([0, 1], "0"), (None,)),
+    "worker_cls": (("my.Worker",), ("auto", None)),
     "revision": (("main",), (None,)),
     "code_revision": (("main",), (None,)),
     "tokenizer": (("/other",), (None,)),
@@ -99,7 +112,7 @@ def test_what_is_refused_is_named_with_its_value_and_a_way_out(name: str) -> Non
         assert problem.field == f"serve.{name}"
         assert problem.message
         assert problem.cure
-        assert problem.value == (None if name == "api_key" else str(value)[:80])
+        assert problem.value == (None if name in ("api_key", "hf_token") else str(value)[:80])
         assert "sk-1" not in str(problem), "a key is not repeated"
     for value in taken:
         assert option_problems({name: value}, field=place) == ()
@@ -132,7 +145,7 @@ def test_variables_are_judged_only_when_they_are_set(name: str) -> None:
 def config(device: str = "cuda", **changed: Any) -> SimpleNamespace:
     """As vLLM's: what our table looks at, all of it plain, but for ``changed`` (path with __ for dots)."""
     plain: dict[str, Any] = {
-        "model_config": SimpleNamespace(quantization=None, enable_sleep_mode=device == "cuda"),
+        "model_config": SimpleNamespace(quantization=None, runner_type="generate", enable_sleep_mode=device == "cuda"),
         "parallel_config": SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="mp", enable_eplb=False
         ),
@@ -159,6 +172,7 @@ def test_a_plain_configuration_is_taken_on_either_device() -> None:
 
 FACT_CASES: dict[str, tuple[Any, str]] = {
     "model_config.quantization": ("torchao", "torchao"),
+    "model_config.runner_type": ("pooling", "pooling"),
     "lora_config": (SimpleNamespace(), "SimpleNamespace"),
     "speculative_config": (SimpleNamespace(), "SimpleNamespace"),
     "kv_transfer_config": (SimpleNamespace(), "SimpleNamespace"),

@@ -38,6 +38,7 @@ OPTIONS: tuple[Refusal, ...] = (
         "enable_lora",
         "lora_modules",
         "enable_tower_connector_lora",
+        "default_mm_loras",
         cure="merge the adapter into the checkpoint, or leave it out",
     ),
     *refusals(
@@ -66,9 +67,11 @@ OPTIONS: tuple[Refusal, ...] = (
     ),
     *refusals(
         is_on,
-        "moves experts between devices while it serves, so that no bytes stay where they were",
+        "changes workers, or where their bytes are, while it serves",
         "enable_eplb",
         "enable_elastic_ep",
+        "enable_scale_out",
+        "enable_fault_tolerance",
     ),
     *refusals(
         one_of("bitsandbytes", "gguf", "torchao", "inc", "auto-round"),
@@ -87,6 +90,7 @@ OPTIONS: tuple[Refusal, ...] = (
         is_on,
         "is done by another sleep-mode backend than coldsnap's, which keeps graphs",
         "sleep_mode_offload_cudagraph",
+        "sleep_preserve_parameter_names",
     ),
     *refusals(
         is_several,
@@ -119,6 +123,8 @@ OPTIONS: tuple[Refusal, ...] = (
         "data_parallel_hybrid_lb",
         "data_parallel_external_lb",
         "data_parallel_rpc_port",
+        "data_parallel_multi_port_external_lb",
+        "data_parallel_start_rank",
     ),
     *refusals(is_on, "there is no Unix socket to serve on", "uds", cure="leave it out; coldsnap opens a TCP port"),
     Refusal(
@@ -126,6 +132,13 @@ OPTIONS: tuple[Refusal, ...] = (
         judge=is_on,
         message="the command is part of the artifact, and a key in it would be public",
         cure="set VLLM_API_KEY in the unit's environment and name it in allow_secrets",
+        secret=True,
+    ),
+    Refusal(
+        name="hf_token",
+        judge=is_on,
+        message="the command is part of the artifact, a token in it would be public, and the hub is never asked",
+        cure="leave it out; what fetches the checkpoint has the caller's own token",
         secret=True,
     ),
     *refusals(
@@ -147,6 +160,30 @@ OPTIONS: tuple[Refusal, ...] = (
         "opens connections to servers outside, which a restored process would not find",
         "otlp_traces_endpoint",
         "tool_server",
+    ),
+    *refusals(
+        is_on,
+        "acceptance asks in words and compares tokens, which needs the tokenizer",
+        "skip_tokenizer_init",
+        "tokens_only",
+    ),
+    *refusals(
+        one_of("pooling"),
+        "acceptance compares tokens, and such a model gives none",
+        "runner",
+        cure="serve a model that generates",
+    ),
+    *refusals(
+        none_of("auto", "none"),
+        "acceptance compares tokens, and such a model gives none",
+        "convert",
+        cure="serve a model that generates",
+    ),
+    *refusals(none_of(), "devices are placement", "device_ids", cure="name them in the recipe: devices"),
+    *refusals(
+        none_of("auto"),
+        "replaces the worker that coldsnap's loader and sleep-mode backend are made for",
+        "worker_cls",
     ),
     *refusals(is_on, _FOLDER_ONLY, "revision", "code_revision", cure="say it in the recipe: revision"),
     *refusals(is_on, _FOLDER_ONLY, "tokenizer", "tokenizer_revision", "hf_config_path", cure=_PART_OF_FOLDER),
@@ -214,6 +251,7 @@ def _fact(path: str, name: str) -> Fact:
 
 FACTS: tuple[Fact, ...] = (
     _fact("model_config.quantization", "quantization"),
+    _fact("model_config.runner_type", "runner"),
     _fact("lora_config", "enable_lora"),
     _fact("speculative_config", "speculative_config"),
     _fact("kv_transfer_config", "kv_transfer_config"),

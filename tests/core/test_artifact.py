@@ -238,6 +238,27 @@ def test_two_workers_need_two_packs_and_two_plans() -> None:
     ]
 
 
+@pytest.mark.parametrize("digits", [20, 400, 4299])
+def test_no_size_is_beyond_what_a_file_can_have(digits: int) -> None:
+    """Sums and shares of sizes are shown to people; a number of hundreds of digits is none that they can be made of."""
+    document = artifact_example()
+    for size, fits in ((2**63 - 1, True), (2**63, False), (10**digits, False)):
+        payload(document)["bytes"] = size
+        assert fields(document) == ([] if fits else ["weights.model_payloads.objects[0].bytes"])
+
+
+def test_a_long_value_is_shown_short() -> None:
+    long = "x" * 100_000
+    document = artifact_example()
+    payload(document)["sha256"] = image(document)["digest"] = long
+    document["weights"]["model_payloads"] |= {"repository": "", "revision": long}
+    recovery(document)["revision"] = document["launch"]["model"]["revision"] = long
+    with pytest.raises(InvalidDocument) as caught:
+        artifact_from(document)
+    assert {problem.field.rpartition(".")[2] for problem in caught.value.problems} >= {"sha256", "digest", "revision"}
+    assert all(len(str(problem)) < 1000 for problem in caught.value.problems)
+
+
 def test_one_pack_has_one_size() -> None:
     document = edit(lambda d: payload(d).update(bytes=1), workers_per_unit=2)
     assert fields(document) == ["weights.model_payloads.objects[1].bytes"]
@@ -381,6 +402,10 @@ def test_an_artifact_without_bindings_has_none_to_read() -> None:
         ([{**IMAGES, "unit": 9}], ["runtime.bindings[0].unit"]),
         ([IMAGES, IMAGES], ["runtime.bindings[1].kind"]),
         ([ACCEPTANCE, ACCEPTANCE], ["runtime.bindings[1].kind"]),
+        (
+            [{**ACCEPTANCE, "answers": [{"prompt": "1 2", "max_tokens": 4097, "token_ids": [3, 4], "text": " 3 4"}]}],
+            ["runtime.bindings[0].answers[0].max_tokens"],  # no engine is asked for more
+        ),
         ([{**IMAGES, "files": IMAGES["files"] * 2}], ["runtime.bindings[0].files[1].path"]),  # type: ignore[operator]
         (
             [{**IMAGES, "files": [{"path": "/a", "bytes": "1"}]}],

@@ -47,6 +47,8 @@ def test_hub_names(text: str, name: HubName) -> None:
     [
         "org/repo", "hf://repo", "hf://org/repo/sub", "hf://org/../repo", "hf://org/repo@", "hf://org/repo@a b",
         f"hf://org/repo@{'0' * 40}", "hf://org/repo@../main", "https://huggingface.co/org/repo", "hf://-org/repo",
+        "hf://org/re--po", "hf://org/repo.git", "hf://org/repo.", "hf://org-/repo", f"hf://org/{'x' * 97}",
+        "hf://org/repo@x/", "hf://org/repo@x//y", "hf://org/repo@x.lock", "hf://org/repo@x.", "hf://org/repo@x/.y",
     ],
 )  # fmt: skip
 def test_what_is_no_hub_name(text: str) -> None:
@@ -79,7 +81,8 @@ def test_registry_names(text: str, url: str, reference: str) -> None:
     "text",
     ["ghcr.io/x", "oci://ghcr.io", "oci://ghcr.io/", "oci://ghcr.io/X", "oci://ghcr.io/x:tag", "oci:///x",
      f"oci://ghcr.io/x@sha256:{HEX}", "oci://ghcr.io/../x", "oci://me:secret@ghcr.io/x", "oci://ghcr.io/x?y",
-     "oci://ghcr.io:65536/x", "oci://ghcr.io:0/x"],
+     "oci://ghcr.io:65536/x", "oci://ghcr.io:0/x", "oci://ghcr..io/x", f"oci://{'x' * 64}.io/x", "oci://[1:2]/x",
+     "oci://[::::]:5000/x"],
 )  # fmt: skip
 def test_what_is_no_registry_name(text: str) -> None:
     with pytest.raises(UsageError):
@@ -103,8 +106,10 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_said(token: str) ->
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["http://x:99999", "http://[", "ftp://x", "http://", "https://me:planted@x", "http://h\u00fcb.example"]
-)
+    "endpoint",
+    ["http://x:99999", "http://[", "ftp://x", "http://", "https://me:planted@x", "http://h\u00fcb.example", "http://a..b",
+     f"http://{'x' * 64}.example"],
+)  # fmt: skip
 def test_what_is_no_address_of_a_hub(endpoint: str) -> None:
     with pytest.raises(UsageError, match="HF_ENDPOINT") as caught:
         HubAccess(endpoint=endpoint).check()
@@ -121,6 +126,8 @@ def test_what_is_no_address_of_a_hub(endpoint: str) -> None:
         "ghcr.io/x",
         "ghcr.io/x@sha256:12",
         f"ghcr.io/x:t@sha256:{HEX}",
+        f"ghcr..io/x@sha256:{HEX}",
+        f"[1:2]/x@sha256:{HEX}",
     ],
 )
 def test_a_reference_that_names_no_registry(text: str) -> None:
@@ -275,6 +282,24 @@ class TestRetried:
         cancel.set()
         with pytest.raises(OperationInterrupted):
             retried(self.LIMITS, lambda: None, cancel=cancel)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["oci://ghcr.io/x", "oci+http://ghcr.io/x", "oci://GHCR.io:443/x", "oci+http://ghcr.io:80/x"],
+        ["oci://127.0.0.1:5000/x", "oci+http://127.0.0.1:5000/x", "oci://localhost:5000/x", "oci://[::1]:5000/x"],
+        ["oci://docker.io/me/x", "oci://index.docker.io/me/x", "oci://registry-1.docker.io/me/x"],
+    ],
+)
+def test_names_of_one_place(names: list[str]) -> None:
+    assert len({parse_registry(name).place for name in names}) == 1
+
+
+def test_names_of_other_places() -> None:
+    names = ["ghcr.io/x", "ghcr.io/y", "ghcr.io:5000/x", "ghcr.io:5001/x", "localhost:5000/x", "localhost:5001/x"]
+    assert len({parse_registry(f"oci://{name}").place for name in names}) == len(names)
+    assert parse_hub("hf://Org/Repo").place == parse_hub("hf://org/repo@b").place != parse_hub("hf://org/other").place
 
 
 def test_a_registry_name_knows_its_scheme() -> None:

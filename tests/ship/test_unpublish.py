@@ -83,6 +83,19 @@ def test_the_same_bytes_at_another_place_keep_nothing(harbour: Harbour, publishe
     assert len(harbour.registry.manifests["org/others"]) == 1
 
 
+def test_what_another_descriptor_calls_by_another_name_stays(harbour: Harbour, published: LoadedArtifact) -> None:
+    """The same repository of the same registry, called in another way."""
+    localhost = harbour.registry.host.replace("127.0.0.1", "localhost")
+    config = harbour.folder / "config.json"  # a login is for a name
+    config.write_text(config.read_text().replace(harbour.registry.host, localhost))
+    harbour.publish("other.json", published, to=f"oci+http://{localhost}/org/capsules")
+    plan = plan_unpublish(harbour.tools, published)
+    assert all(part.kept_by == (str(harbour.folder / "other.json"),) for part in plan.parts)
+    assert (len(plan.parts), plan.going) == (2, ())
+    run_unpublish(harbour.tools, plan)
+    assert (len(manifests(harbour)), len(at_the_hub(harbour))) == (1, 1)
+
+
 def test_a_descriptor_that_cannot_be_read_keeps_everything(harbour: Harbour, published: LoadedArtifact) -> None:
     harbour.loaded.path.write_bytes(b"{")
     plan = plan_unpublish(harbour.tools, published)

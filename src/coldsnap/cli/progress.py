@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 
+from coldsnap.cli.output import printable
 from coldsnap.ops.report import Advance
 
 __all__ = ["TerminalReporter"]
@@ -28,7 +29,7 @@ class TerminalReporter:
 
     @contextmanager
     def phase(self, title: str, *, total_bytes: int | None = None) -> Iterator[Advance]:
-        started = time.monotonic()
+        started, title = time.monotonic(), printable(title)
         if not self._bars:
             yield lambda num_bytes, /: None
             if not self._quiet:
@@ -45,10 +46,10 @@ class TerminalReporter:
 
     def note(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(f"  {text}", markup=False)
+            self._console.print(printable(f"  {text}"), markup=False)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"  warning: {text}", markup=False, style="yellow")
+        self._console.print(printable(f"  warning: {text}"), markup=False, style="yellow")
 
     def _enter(self) -> Progress:
         with self._lock:

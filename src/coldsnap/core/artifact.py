@@ -291,7 +291,7 @@ class SnapshotArtifact(Record):
                     field=f"weights.recovery.{field}",
                     message="is not the launch's model",
                     value=show(found),
-                    cure=f"write {expected}",
+                    cure=f"write {show(expected)}",
                 )
 
     @rule

@@ -89,7 +89,7 @@ class AcceptanceAnswer(Record):
     """A prompt of the capture and the exact answer that every restore must give."""
 
     prompt: str
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, le=4096)
     token_ids: Items[Count]
     text: str
 

@@ -16,6 +16,9 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from coldsnap.core.names import Unfit
+from coldsnap.core.paths import show
+
 __all__ = ["DIGEST_PATTERN", "Digest"]
 
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
@@ -31,14 +34,14 @@ class Digest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.hex, str) or _HEX.match(self.hex) is None:
-            raise ValueError(f"a SHA-256 is 64 lower-case hex digits, not {self.hex!r}")
+            raise ValueError(f"a SHA-256 is 64 lower-case hex digits, not {show(self.hex)}")
 
     @classmethod
     def parse(cls, text: str) -> Digest:
         """Parse ``sha256:<64 hex>``. Raises ValueError on any other text."""
         match = _DIGEST.match(text)
         if match is None:
-            raise ValueError(f"a digest is 'sha256:' and 64 lower-case hex digits, not {text!r}")
+            raise ValueError(f"a digest is 'sha256:' and 64 lower-case hex digits, not {show(text)}")
         return cls(match.group(1))
 
     @classmethod
@@ -74,9 +77,9 @@ class Digest:
         def parse(value: Any) -> Digest:
             if isinstance(value, Digest):
                 return value
-            if isinstance(value, str):
-                return cls.parse(value)
-            raise ValueError("a digest is text: 'sha256:' and 64 lower-case hex digits")
+            if isinstance(value, str) and (match := _DIGEST.match(value)) is not None:
+                return cls(match.group(1))
+            raise Unfit("is not a digest", "write 'sha256:' and 64 lower-case hex digits")
 
         return core_schema.no_info_plain_validator_function(
             parse, serialization=core_schema.plain_serializer_function_ser_schema(str)

@@ -41,6 +41,7 @@ _ENVIRONMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ID_CURE = "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit"
 MAX_ITEMS = 65536
+MAX_COUNT = (1 << 63) - 1  # what a file's size can be; sums of them are still numbers that can be shown
 
 
 class Unfit(ValueError):
@@ -154,8 +155,8 @@ AbsolutePath = Annotated[str, AfterValidator(_path(absolute=True)), _schema(patt
 RelativePath = Annotated[str, AfterValidator(_path(absolute=False)), _schema(pattern="^[^/]")]
 Line = Annotated[str, AfterValidator(_line), _schema(minLength=1)]
 Text = Annotated[str, AfterValidator(_without_nul), _schema()]
-Index = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
+Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 # JSON has neither tuples nor enumerations: a list and a plain text are taken for them, and nothing else is loosened.
 Items = Annotated[tuple[T, ...], Field(strict=False), Length(0)]

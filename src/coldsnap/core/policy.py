@@ -182,11 +182,14 @@ def revision_problems(repository: str, revision: str) -> Iterator[Problem]:
     if repository and not revision:
         yield Problem(
             field="revision",
-            message=f"is missing for repository {repository}",
+            message=f"is missing for repository {show(repository)}",
             value='""',
             cure="name the revision to use",
         )
     if revision and not repository:
         yield Problem(
-            field="repository", message=f"is missing for revision {revision}", value='""', cure="name the repository"
+            field="repository",
+            message=f"is missing for revision {show(revision)}",
+            value='""',
+            cure="name the repository",
         )

@@ -82,11 +82,11 @@ def plan_unpublish(tools: Tools, loaded: LoadedArtifact) -> UnpublishPlan:
         except ColdsnapError:
             unread.append(f"{one.path}, which cannot be read (`coldsnap gc --forget-missing` lets go of what is gone)")
             continue
-        for key in _published(other.artifact):
-            users.setdefault(key, []).append(one.path)
+        for place, item in _published(other.artifact):
+            users.setdefault((_place(place), item), []).append(one.path)
     parts = []
     for place, item in _published(loaded.artifact):
-        kept_by = sorted({*users.get((place, item), ()), *unread})
+        kept_by = sorted({*users.get((_place(place), item), ()), *unread})
         parts.append(PublishedPart(item=item, place=place, kept_by=tuple(kept_by)))
     return UnpublishPlan(artifact=loaded, parts=tuple(parts))
 
@@ -150,6 +150,13 @@ def _remove_manifest(tools: Tools, part: PublishedPart) -> bool:
     found = parse_reference(part.place)
     assert found is not None  # noqa: S101 - `_published` names no other
     return remove_manifest(tools.remotes, found.repository, found.digest)
+
+
+def _place(text: str) -> str:
+    """One spelling of a place that ``_published`` gave: what is kept by another name is not deleted by this one."""
+    name = parse_reference(text)
+    found = name.repository if name is not None else hub_repository(text)
+    return found.place if found is not None else text
 
 
 def _published(artifact: SnapshotArtifact) -> Iterator[tuple[str, Item]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from coldsnap.core.digest import Digest
 from coldsnap.errors import UsageError
+from coldsnap.ship.addresses import is_host
 
 __all__ = [
     "HubName",
@@ -26,13 +27,17 @@ __all__ = [
     "parse_registry",
 ]
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_BRANCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_WORD = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|\.git\Z)){_WORD}/{_WORD}", re.ASCII)  # as a hub names them
+_BRANCH = re.compile(
+    r"(?!.*(?:\.\.|//|/\.|\.lock(?:/|\Z)))[A-Za-z0-9](?:[\w./-]{0,126}[\w-])?", re.ASCII
+)  # as git does
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::(?P<port>[0-9]{1,5}))?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _PATH = re.compile(rf"{_PART}(?:/{_PART})*")
 _INSECURE = "oci+http://"
+_DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 _LOGIN = re.compile(r"[a-z+]+://(?:[^@]*:[^@]*@(?!sha256:)|[^/@]*@[^/@]*/)")
 
 
@@ -42,6 +47,11 @@ class HubName:
 
     repository: str
     branch: str = "main"
+
+    @property
+    def place(self) -> str:
+        """Equal for all names that may mean this repository: a hub tells no two apart by the case of letters."""
+        return f"hf://{self.repository.lower()}"
 
     def __str__(self) -> str:
         return f"hf://{self.repository}" + (f"@{self.branch}" if self.branch != "main" else "")
@@ -60,6 +70,20 @@ class RegistryName:
         """Scheme and host."""
         scheme = "http" if self.insecure or _is_loopback(self.host) else "https"
         return f"{scheme}://{'registry-1.docker.io' if self.host == 'docker.io' else self.host}"
+
+    @property
+    def place(self) -> str:
+        """Equal for all names that may mean this repository.
+
+        With or without TLS and the port that goes with it, any case of letters, any address of this machine.
+        """
+        found = _HOST.fullmatch(self.host)
+        name, port = _without_port(self.host).lower(), int(found["port"] or 0) if found is not None else 0
+        if _is_loopback(self.host):
+            name = "localhost"
+        elif name in _DOCKER_HUB:
+            name = "docker.io"
+        return f"{name}:{0 if port in (80, 443) else port}/{self.path}"
 
     def __str__(self) -> str:
         return f"{_INSECURE if self.insecure else 'oci://'}{self.host}/{self.path}"
@@ -88,7 +112,7 @@ def hub_repository(text: str) -> HubName | None:
     Whoever wrote the document may not choose what else is asked of the hub with our token: no ``..``, query or branch.
     """
     name = text.removeprefix("hf://")
-    return HubName(repository=name) if _REPOSITORY.fullmatch(name) is not None and ".." not in name else None
+    return HubName(repository=name) if _REPOSITORY.fullmatch(name) is not None else None
 
 
 def parse_hub(text: str, *, field: str = "--to") -> HubName:
@@ -98,7 +122,7 @@ def parse_hub(text: str, *, field: str = "--to") -> HubName:
     repository, at_sign, branch = rest.partition("@")
     if not text.startswith("hf://") or repository.startswith("hf://") or hub_repository(repository) is None:
         raise UsageError(f"{field}: {text!r} is no repository of a hub", cure="write hf://ORG/REPO or hf://ORG/REPO@BRANCH")  # fmt: skip # noqa: E501
-    if at_sign and (_BRANCH.fullmatch(branch) is None or ".." in branch):
+    if at_sign and _BRANCH.fullmatch(branch) is None:
         raise UsageError(f"{field}: {branch!r} is no branch", cure="write letters, digits, '.', '_', '-' or '/'")
     if is_commit(branch):
         raise UsageError(f"{field}: {branch} is a commit, and commits never change", cure="name a branch, such as main")
@@ -142,12 +166,19 @@ def _no_login(text: str, field: str) -> None:
 
 def _is_host(text: str) -> bool:
     found = _HOST.fullmatch(text)
-    return found is not None and (found["port"] is None or 0 < int(found["port"]) <= 65535)
+    if found is None or not (found["port"] is None or 0 < int(found["port"]) <= 65535):
+        return False
+    return is_host(_without_port(text))
 
 
 def _is_loopback(host: str) -> bool:
-    name = host.rpartition(":")[0] if re.search(r":[0-9]+$", host) else host
+    name = _without_port(host)
     try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
+        return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return name == "localhost"
+        return name.lower() == "localhost"
+
+
+def _without_port(host: str) -> str:
+    """The name or address alone, brackets taken off."""
+    return re.sub(r"(?<=[^:]):[0-9]+\Z", "", host).strip("[]")

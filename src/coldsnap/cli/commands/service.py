@@ -204,7 +204,7 @@ def logs(
         print_json({"name": name, "units": ends})
         return
     for end in ends.values():
-        print_lines(end)
+        print_lines(end, as_is=True)
 
 
 def _tools(state_root: Path, *, quiet: bool) -> Tools:

@@ -51,7 +51,14 @@ def test_a_folder_with_an_odd_name(tmp_path: Path, name: bytes, good: bool) -> N
     path = folder / f"{Digest.of(DATA).hex}.pack"
     path.write_bytes(DATA)
     path.chmod(0o400)
-    words = ["--path", path, "--expected-sha256", str(Digest.of(DATA)), "--expected-bytes", str(len(DATA) + (not good))]
+    words: list[str] = [
+        "--path",
+        str(path),
+        "--expected-sha256",
+        str(Digest.of(DATA)),
+        "--expected-bytes",
+        str(len(DATA) + (not good)),
+    ]
     shown = {b"u\xff": "u\\xff", b"t\xe2\x80\xaetxt": "t\u202etxt", b"e\x1b[31m": "e\x1b[31m", b"n\nl": "n\nl"}[name]
     for as_json in (True, False):
         ran = subprocess.run(

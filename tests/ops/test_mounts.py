@@ -80,6 +80,10 @@ def test_a_target_that_no_unit_has(shop: Shop, tmp_path: Path) -> None:
 def test_words_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert mount_sources(["/a=/b", "/c=d"]) == {"/a": "/b", "/c": str(tmp_path / "d")}
-    for word in ("a=/b", "/a", "/a=", ""):
-        with pytest.raises(UsageError):
-            mount_sources([word])
+    for words in (["a=/b"], ["/a"], ["/a="], [""], ["/a=/b", "/a/=/c"], ["/a=/\udcff"]):
+        with pytest.raises(UsageError) as caught:
+            mount_sources(words)
+        assert caught.value.cure
+    (tmp_path / "elsewhere" / "models").mkdir(parents=True)
+    (tmp_path / "there").symlink_to("elsewhere/models")
+    assert mount_sources(["/a/=there/../models"]) == {"/a": str(tmp_path / "elsewhere" / "models")}

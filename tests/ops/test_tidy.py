@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from coldsnap.core.artifact import artifact_bytes, artifact_document, artifact_from
 from coldsnap.core.digest import Digest
+from coldsnap.core.points import install
 from coldsnap.errors import InvalidDocument, ResourceBusy, SignatureRejected, UserError
 from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
 from coldsnap.ops.capture import capture
@@ -317,6 +319,52 @@ def test_a_service_that_started_after_the_plan_keeps_its_files(shop: Shop) -> No
     with pytest.raises(ResourceBusy, match="is in use by svc"):
         run_delete(shop.tools, plan)
     assert shop.loaded.path.exists()
+    assert shop.pack.exists()
+
+
+def test_a_service_that_started_during_the_delete_keeps_lease_and_descriptor(shop: Shop, tmp_path: Path) -> None:
+    """Its objects are another artifact's too, so that it could start; without its lease it could not wake again."""
+    document = artifact_document(shop.loaded.artifact)
+    document["capture_id"] = "another"
+    other = artifact_from(document)
+    (tmp_path / "other.json").write_bytes(artifact_bytes(other))
+    lease(shop.tools, tmp_path / "other.json", other)
+    plan = plan_delete(shop.tools, shop.loaded.path)
+    assert plan.sweep.items == ()
+
+    def restore_at(name: str) -> None:
+        if name == "delete.swept":
+            shop.restore()
+
+    install(restore_at)
+    try:
+        with pytest.raises(ResourceBusy, match="is in use by svc"):
+            run_delete(shop.tools, plan)
+    finally:
+        install(None)
+    assert shop.loaded.path.exists()
+    assert shop.loaded.digest in {one.artifact for one in leases(shop.tools)}
+
+
+def test_an_image_that_only_it_names_goes(shop: Shop, tmp_path: Path) -> None:
+    image = Digest.of(b"an image")
+    document = artifact_document(shop.loaded.artifact)
+    document["launch"]["units"][0] |= {"image": f"ghcr.io/org/x@{image}", "image_digest": str(image)}
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for path in paths:
+        artifact = artifact_from({**document, "capture_id": path.stem})
+        path.write_bytes(artifact_bytes(artifact))
+        lease(shop.tools, path, artifact)
+    shop.tools.state.make_roots()
+    root = shop.tools.state.roots / image.hex
+    (root / "usr").mkdir(parents=True)
+    first = plan_delete(shop.tools, paths[0])
+    assert (str(image), str(paths[1])) in first.shared
+    run_delete(shop.tools, first)
+    assert root.exists()
+    assert root in [item.path for item in plan_delete(shop.tools, paths[1]).sweep.items]
+    run_delete(shop.tools, plan_delete(shop.tools, paths[1]))
+    assert not root.exists()
     assert shop.pack.exists()
 
 

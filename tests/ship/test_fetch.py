@@ -6,28 +6,36 @@ import json
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from coldsnap.capsule.image import open_capsule
 from coldsnap.core.artifact import artifact_bytes, artifact_document, artifact_from
 from coldsnap.core.ladder import Blame, Rung, blame
-from coldsnap.errors import ColdsnapError, OutOfSpace, PayloadRejected, Refused, RemoteError
+from coldsnap.errors import ColdsnapError, OutOfSpace, PayloadRejected, Refused, RemoteError, UnsafePath
 from coldsnap.ops import fetching, origins
 from coldsnap.ops.activating import activation_request
 from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
+from coldsnap.ops.capture import capture
 from coldsnap.ops.explain import explain
 from coldsnap.ops.tools import Tools
 from coldsnap.ship.base import Item, Kind
 from coldsnap.ship.pull import partial_path
+from coldsnap.store import locks
 from coldsnap.testing import disks
-from coldsnap.testing.desk import desk
+from coldsnap.testing.desk import desk, plan
 from coldsnap.testing.web import Lie, Reply, Request
 
-from .conftest import Harbour  # isort: skip
+from .conftest import LIMITS, Harbour  # isort: skip
+
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -75,6 +83,76 @@ def test_two_prepares_at_once_fetch_once(harbour: Harbour, published: LoadedArti
         list(threads.map(lambda _: harbour.prepare(tools, published), range(2)))
     pack = next(iter(published.packs().values()))
     assert pack.bytes <= harbour.hub.sent_bytes < 2 * pack.bytes
+
+
+def test_two_capsules_that_share_a_blob_are_fetched_at_once(
+    harbour: Harbour, published: LoadedArtifact, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two captures of one engine have layers in common; who comes second waits, and does not give up."""
+    planned = plan(model, harbour.folder / "other.json", operation_id="other")
+    other = load_artifact(capture(harbour.home.tools, planned.request, planned.model).artifact_path)
+    harbour.publish("other-there.json", other)
+    there = load_artifact(harbour.folder / "other-there.json")
+    blobs = [{d for d, _ in open_capsule(capsule_path(harbour.tools, one), one.capsule_digest("u0")).blobs}
+             for one in (published, there)]  # fmt: skip
+    shared = blobs[0] & blobs[1]
+    assert shared
+    assert blobs[0] != blobs[1]
+    tools = harbour.elsewhere()
+    held, waiting = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waiting.set()  # the second waits for a lock: let the first go on
+        time.sleep(seconds)
+
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    honest = harbour.registry.handle
+
+    def slow(request: Request) -> Reply:
+        if request.method == "GET" and any(str(digest) in request.path for digest in shared):
+            held.set()
+            waiting.wait(DEADLINE_S)
+        return honest(request)
+
+    harbour.registry.handle = slow  # type: ignore[method-assign]
+    patient = replace(harbour.remotes, limits=replace(LIMITS, idle_s=DEADLINE_S, answer_s=DEADLINE_S))
+    tools = replace(tools, remotes=patient)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(lambda: list(fetching._fetch_capsule(tools, published, "u0")))
+        assert held.wait(DEADLINE_S)
+        try:
+            assert len(list(fetching._fetch_capsule(tools, there, "u0"))) == 1
+        finally:
+            waiting.set()
+        assert len(first.result(DEADLINE_S)) == 1
+    patient.http.close()
+    for loaded in (published, there):
+        open_capsule(capsule_path(tools, loaded), loaded.capsule_digest("u0"))
+
+
+@pytest.mark.parametrize("what", ["pipe", "folder", "link"])
+def test_what_is_no_file_in_the_place_of_a_partial_one(harbour: Harbour, published: LoadedArtifact, what: str) -> None:
+    tools = harbour.elsewhere()
+    pack = next(iter(published.packs().values()))
+    digest = published.capsule_digest("u0")
+    aside = tools.state.capsules / f".{digest.hex}.fetch.partial" / "blobs" / "sha256" / digest.hex
+    aside.parent.mkdir(parents=True)
+    for path in (partial_path(tools.state.staging, Item(Kind.PACK, pack.sha256)), aside):
+        if what == "pipe":
+            os.mkfifo(path, 0o600)
+        elif what == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to(harbour.loaded.path)
+    with pytest.raises(UnsafePath, match=r"fetch-pack"):
+        harbour.prepare(tools, published)
+    path = partial_path(tools.state.staging, Item(Kind.PACK, pack.sha256))
+    path.rmdir() if what == "folder" else path.unlink()
+    if what == "folder":
+        with pytest.raises(UnsafePath):
+            harbour.prepare(tools, published)
+        aside.rmdir()
+    assert harbour.prepare(tools, published).source == "native"
 
 
 def test_recovery_fetches_no_pack(harbour: Harbour, published: LoadedArtifact) -> None:

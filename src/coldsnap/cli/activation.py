@@ -94,11 +94,20 @@ def activation(
 
 
 def mount_sources(words: Sequence[str]) -> dict[str, str]:
-    """``TARGET=SOURCE`` words by target, sources absolute. Raises UsageError for other words."""
+    """``TARGET=SOURCE`` words by target, sources absolute and without ``..``. Raises UsageError for other words."""
     found: dict[str, str] = {}
     for word in words:
         target, _, source = word.partition("=")
         if not target.startswith("/") or not source:
             raise UsageError(f"--mount {word} is not TARGET=SOURCE", cure="write --mount /models=/home/me/models")
-        found[target] = str(Path(source).absolute())
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            cure = "give the folder another name, or make a link to it and name that"
+            raise UsageError(f"--mount {word} is no UTF-8, and a request can hold nothing else", cure=cure) from error
+        target = target.rstrip("/") or "/"
+        if target in found:
+            raise UsageError(f"--mount names two sources for {target}", cure="name one")
+        path = Path(source).absolute()
+        found[target] = str(path.resolve() if ".." in path.parts else path)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -198,10 +199,10 @@ def _fetch_capsule(tools: Tools, loaded: LoadedArtifact, unit: str) -> Iterator[
 def _has(aside: Path, item: Item, size: int | None) -> bool:
     """Whether an earlier attempt brought a blob whole: it was named when proved, and unpacking proves it again."""
     try:
-        found = blob_path(aside, item.digest).lstat().st_size
+        found = blob_path(aside, item.digest).lstat()
     except FileNotFoundError:
         return False
-    return size in (None, found)
+    return stat.S_ISREG(found.st_mode) and size in (None, found.st_size)
 
 
 def _bring(tools: Tools, sources: Sources, item: Item, size: int | None, aside: Path, advance: Advance) -> None:

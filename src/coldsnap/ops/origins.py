@@ -26,6 +26,7 @@ from coldsnap.ship.limits import retried
 from coldsnap.ship.names import hub_repository, is_commit, parse_reference
 from coldsnap.ship.pull import pulled
 from coldsnap.ship.wrappers import FallOver
+from coldsnap.store.locks import hold
 from coldsnap.store.staging import StagedFile
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "pack_sources",
     "packs_at_peers",
 ]
+
+_LOCK_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +65,17 @@ class Sources:
 
     @contextmanager
     def pulled(self, item: Item, size: int | None, folder: Path, *, progress: Advance) -> Iterator[StagedFile]:
-        """As ``ship.pull.pulled``. After other bytes or another size than was asked for each source is tried alone.
+        """As ``ship.pull.pulled``, waiting for whoever brings the same object for another capsule or image.
+
+        After other bytes or another size than was asked for each source is tried alone.
 
         Without a ``size`` it is what each source says, which may be no more than that of a document.
         """
         candidates = self._candidates()
         limits = self.tools.remotes.limits
+        lock = self.tools.state.locks / f"fetch-{item.digest.hex}.lock"
         with ExitStack() as stack:
+            stack.enter_context(hold(lock, deadline_s=_LOCK_S, purpose=f"fetching {item}"))
             for number, source in enumerate(candidates, start=1):
                 try:
                     wanted = size if size is not None else self._stated_bytes(source, item)

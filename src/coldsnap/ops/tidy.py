@@ -31,6 +31,8 @@ from coldsnap.store.sweep import GcItem, GcPlan, GcReport, References, plan_gc, 
 
 __all__ = ["DeletePlan", "TidyPlan", "plan_delete", "plan_tidy", "run_delete", "run_tidy"]
 
+_QUIET_S = 60.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TidyPlan:
@@ -116,6 +118,7 @@ def plan_delete(tools: Tools, path: Path) -> DeletePlan:
 
     mine = {entry.sha256.hex for entry in loaded.packs().values()}
     mine |= {image.digest.hex for image in loaded.artifact.capsule.images}
+    mine |= {unit.image_digest.hex for unit in loaded.artifact.launch.units if unit.image_digest is not None}
     for portable, overlay in overlays(tools):
         if portable == loaded.digest and overlay is not None:
             mine |= {image.digest.hex for image in overlay.artifact.capsule.images}
@@ -126,7 +129,10 @@ def plan_delete(tools: Tools, path: Path) -> DeletePlan:
         artifact=loaded,
         sweep=replace(sweep, items=items),
         shared=tuple(
-            (f"{digest}", one.path) for one in others for digest in (*one.packs, *one.capsules) if digest.hex in mine
+            (f"{digest}", one.path)
+            for one in others
+            for digest in (*one.packs, *one.capsules, *one.roots)
+            if digest.hex in mine
         ),
         signature=signature_of(loaded),
     )
@@ -139,19 +145,23 @@ def run_delete(tools: Tools, plan: DeletePlan) -> GcReport:
     command finds again, beside whatever gets the name next; this way it leaves an artifact that is not signed any more,
     which whoever requires a signature refuses.
 
-    The overlay of the artifact on this machine, and what is known of its failures, go with it.
+    The overlay of the artifact on this machine, and what is known of its failures, go with it. An operation that came
+    between the objects and those leaves lease and descriptor as they are, and so does a service that it started: raises
+    ResourceBusy then.
     """
     drop_copies(tools, {pack.sha256 for pack in plan.artifact.packs().values()})
     report = run_gc(plan.sweep)
     remove_ended(tools, ended_containers(tools))
     reached("delete.swept")
-    clear_artifact(tools, plan.artifact.digest)
-    drop_overlay(tools, plan.artifact.digest)
-    forget(tools, plan.artifact.digest)
-    reached("delete.forgotten")
-    if plan.signature is not None and signature_of(plan.artifact) == plan.signature:
-        _unlink(plan.signature)
-    _unlink(plan.artifact.path)
+    with tools.state.not_in_use(deadline_s=_QUIET_S):
+        plan.sweep.find_references()  # raises when a service runs from it now
+        clear_artifact(tools, plan.artifact.digest)
+        drop_overlay(tools, plan.artifact.digest)
+        forget(tools, plan.artifact.digest)
+        reached("delete.forgotten")
+        if plan.signature is not None and signature_of(plan.artifact) == plan.signature:
+            _unlink(plan.signature)
+        _unlink(plan.artifact.path)
     return report
 
 

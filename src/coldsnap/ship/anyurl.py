@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from coldsnap.errors import MissingCapability, UsageError
+from coldsnap.errors import ColdsnapError, MissingCapability, UsageError
 from coldsnap.ship.base import PIECE_BYTES, Item, Kind, Outgoing, Progress, Stored, Tally, Written
 from coldsnap.ship.directory import item_of, relative_path
 from coldsnap.ship.faults import remote_error
@@ -40,7 +40,7 @@ class AnyUrl:
             raise MissingCapability(f"{self.name} needs the package fsspec", cure=cure) from error
         try:
             self._system, root = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
+        except Exception as error:  # whatever the package of this scheme raises
             message = f"fsspec cannot open {self.name}: {type(error).__name__}"
             raise UsageError(message, cure="check the scheme, and install the package it needs") from error
         self._root = str(root).rstrip("/")
@@ -132,6 +132,8 @@ class AnyUrl:
         except (PermissionError, NotImplementedError) as error:
             message = f"{self.name} does not let us {what}: {type(error).__name__}"
             raise remote_error("forbidden", message, place=self.name) from error
-        except OSError as error:
+        except ColdsnapError:
+            raise
+        except Exception as error:  # packages behind fsspec have errors of their own, which are no OSErrors
             message = f"{self.name} failed when asked to {what}: {type(error).__name__}"
             raise remote_error("unreachable", message, place=self.name) from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -122,9 +123,10 @@ def _open(path: Path) -> int:
             message = f"{path.name} is being fetched by another process"
             raise ResourceBusy(message, cure="wait for it to end", facts={"path": str(path)}) from error
         found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_nlink > 1:
+        ours = found.st_uid == os.geteuid() and not found.st_mode & 0o077 and found.st_nlink <= 1
+        if not ours or not stat.S_ISREG(found.st_mode):
             os.close(fd)
-            raise UnsafePath(f"{path} is not ours alone", cure="remove it", facts={"path": str(path)})
+            raise UnsafePath(f"{path} is no file of ours alone", cure="remove it", facts={"path": str(path)})
         if is_named(fd, path):
             return fd
         os.close(fd)  # a sweep came between

@@ -134,6 +134,7 @@ def _lock_files(root: StateRoot) -> Iterator[GcItem]:
             "root-": root.roots / match[2],
             "failures-": root.failures / f"{match[2]}.json",
             "publish-": None,
+            "fetch-": None,
         }
         if match[1] not in guarded or ((there := guarded[match[1]]) is not None and os.path.lexists(there)):
             continue

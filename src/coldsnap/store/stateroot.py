@@ -172,9 +172,9 @@ class StateRoot:
             yield
 
     @contextmanager
-    def not_in_use(self) -> Iterator[None]:
-        """Keep every operation out while gc runs. Raises ResourceBusy at once when one is running."""
-        with hold(self.locks / _USE_LOCK, deadline_s=0.0, purpose="an operation on this state root"):
+    def not_in_use(self, *, deadline_s: float = 0.0) -> Iterator[None]:
+        """Keep every operation out while gc runs. Raises ResourceBusy when one still runs after ``deadline_s``."""
+        with hold(self.locks / _USE_LOCK, deadline_s=deadline_s, purpose="an operation on this state root"):
             yield
 
 

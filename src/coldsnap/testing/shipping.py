@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import resource
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from coldsnap.core.digest import Digest
+from coldsnap.core.points import install
 from coldsnap.ops.activating import activation_request
-from coldsnap.ops.artifacts import load_artifact
+from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
 from coldsnap.ops.preparing import prepare
 from coldsnap.ops.publish import publish, publish_capsules_request
 from coldsnap.ops.publish_native import publish_native, publish_packs_request
+from coldsnap.ops.tidy import plan_delete, run_delete
+from coldsnap.ops.tools import Tools
+from coldsnap.ops.unpublishing import plan_unpublish, run_unpublish
 from coldsnap.ship.access import HubAccess
 from coldsnap.ship.base import Item, Kind, Outgoing
 from coldsnap.ship.http import Http
@@ -39,8 +45,9 @@ _CONTEXT.set_forkserver_preload([__name__, "huggingface_hub.hf_api", "httpx2"])
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """One verb: ``publish``, ``publish-native`` or ``prepare``. ``to`` is the target, ``output`` the descriptor.
+    """One verb: ``publish``, ``publish-native``, ``prepare``, or ``delete`` with what ``--scope`` says in ``to``.
 
+    ``to`` is else the target, ``output`` the new descriptor. ``stops_at``: the point at which it kills itself.
     ``limit_bytes`` is how much more memory than it has at the start the child may take for data.
     """
 
@@ -55,6 +62,7 @@ class Errand:
     to: str = ""
     output: Path = Path()
     limit_bytes: int | None = None
+    stops_at: str = ""
 
 
 def run_errand(errand: Errand) -> None:
@@ -68,7 +76,11 @@ def run_errand(errand: Errand) -> None:
     with desk(errand.state_root) as one, contextlib.closing(remotes.http):
         tools = replace(one.tools, remotes=remotes)
         loaded = load_artifact(errand.artifact)
-        if errand.verb == "prepare":
+        if errand.stops_at:
+            install(lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == errand.stops_at else None)
+        if errand.verb == "delete":
+            _delete(tools, loaded, errand.to)
+        elif errand.verb == "prepare":
             prepare(tools, loaded, activation_request(loaded, operation_id=errand.operation_id))
         elif errand.verb == "publish":
             capsules = publish_capsules_request(
@@ -80,6 +92,15 @@ def run_errand(errand: Errand) -> None:
                 loaded, operation_id=errand.operation_id, to=parse_hub(errand.to), output=errand.output
             )
             publish_native(tools, loaded, packs)
+
+
+def _delete(tools: Tools, loaded: LoadedArtifact, scope: str) -> None:
+    """As the command does it."""
+    local = plan_delete(tools, loaded.path) if scope != "published" else None
+    if scope != "local":
+        run_unpublish(tools, plan_unpublish(tools, loaded))
+    if local is not None:
+        run_delete(tools, local)
 
 
 def start_errand(errand: Errand) -> ForkServerProcess:

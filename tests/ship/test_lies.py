@@ -12,6 +12,7 @@ import pytest
 
 from coldsnap.core.digest import Digest
 from coldsnap.errors import ColdsnapError, PayloadRejected, RemoteError
+from coldsnap.ship.anyurl import AnyUrl
 from coldsnap.ship.base import Item, Kind, Outgoing, Source
 from coldsnap.ship.http import Http
 from coldsnap.ship.hub import Hub, HubAccess
@@ -409,3 +410,21 @@ def test_nobody_there_is_unreachable(tmp_path: Path) -> None:
             hub.head()
         assert caught.value.reason == "unreachable"
         assert caught.value.facts["attempts"] == LIMITS.attempts
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("NoCredentialsError"), TypeError("size is None"), OSError("x")])
+def test_whatever_a_package_behind_fsspec_raises_is_a_remote_error(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """Packages have errors of their own, which may hold addresses with credentials."""
+    store = AnyUrl("memory://breaks")
+
+    def info(path: str) -> None:
+        raise failure
+
+    monkeypatch.setattr(store._system, "info", info)
+    with pytest.raises(RemoteError) as caught:
+        store.stat(Item(Kind.PACK, Digest.of(b"x")))
+    assert caught.value.reason == "unreachable"
+    assert type(failure).__name__ in caught.value.message
+    assert str(failure) not in caught.value.message.replace(type(failure).__name__, "")

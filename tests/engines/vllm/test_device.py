@@ -114,6 +114,6 @@ def test_keys_and_values_are_found_in_every_form_of_vllm() -> None:
 @pytest.mark.parametrize("alone", [True, False])
 def test_only_a_worker_alone_in_its_world_closes_its_listeners(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     closed: list[str] = []
-    monkeypatch.setattr(device, "close_listeners", lambda: closed.append("closed"))
+    monkeypatch.setattr(device, "close_own_tcp", lambda: closed.append("closed"))
     TorchSurroundings(on_gpu=False, alone=alone).let_go()
     assert closed == ["closed"] * alone

@@ -14,7 +14,7 @@ from coldsnap.engines.vllm.cumem import CuMemMemory
 from coldsnap.engines.vllm.hostpool import HostPool
 from coldsnap.engines.vllm.loading import WeightMemory
 from coldsnap.engines.vllm.pages import installed_cumem
-from coldsnap.engines.vllm.unlisten import close_listeners
+from coldsnap.engines.vllm.unlisten import close_own_tcp
 from coldsnap.errors import MissingCapability, UserError
 from coldsnap.hydrate.cuda import open_driver
 
@@ -41,7 +41,7 @@ class TorchSurroundings:
             torch._C._host_emptyCache()
             close_nvml()
         if self._alone:
-            close_listeners()
+            close_own_tcp()
         trim_heap()
 
 

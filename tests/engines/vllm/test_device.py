@@ -68,18 +68,12 @@ def test_a_processor_keeps_weights_in_host_memory_of_ours(on: Any) -> None:
 def test_a_gpu_keeps_them_where_vllm_put_them_on_its_own_device(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     on("cuda")
     driver = FakeDriver()
-    fake, asked = FakeCuMem(driver, form="0.26"), []
+    fake = FakeCuMem(driver, form="0.26")
     lent = SimpleNamespace(allocator=fake.allocator, create_and_map=None, unmap_and_release=None)
-
-    def installed(ordinal: int) -> Any:
-        asked.append(ordinal)
-        return lent
-
-    monkeypatch.setattr(device, "installed_cumem", installed)
+    monkeypatch.setattr(device, "installed_cumem", lambda: lent)
     monkeypatch.setattr(device, "open_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     make, _ = memory_maker(config())
-    assert asked == [0]
     memory = make()
     assert isinstance(memory, CuMemMemory)
     assert isinstance(memory, WeightMemory)

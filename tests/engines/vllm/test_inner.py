@@ -50,6 +50,11 @@ class Weights(HostMemory):
     def settle(self, model: Any, tracer: Any) -> None:
         self.done.append("settle")
 
+    def clear(self) -> None:
+        self.done.append("clear")
+        self.unmap()
+        self.remap()
+
     def complete(self) -> tuple[Allocation, ...]:
         self.done.append("complete")
         size, self.late_bytes = self.late_bytes, 0
@@ -278,7 +283,7 @@ class TestInnerHalf(EngineContract):
         with self.beside(0, tmp_path / "t", template=True) as template:
             template.place(exported)
             assert [one.ways for one in self.halves.vllm] == [[Way.LOAD], [Way.BUILD]]
-            assert self.halves.memory[1].done == ["prepare", "settle", "complete", "restore"]
+            assert self.halves.memory[1].done == ["prepare", "settle", "clear", "complete", "restore"]
             assert self.halves.services[1].done == []
 
     def test_a_loader_that_fails_is_told_as_what_it_said(self, tmp_path: Path) -> None:

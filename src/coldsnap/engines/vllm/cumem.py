@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coldsnap.core.extents import Allocation
@@ -81,17 +81,17 @@ class CuMemMemory(AdoptedMemory):
             self.adopt(allocations)
             return allocations
 
+    def clear(self) -> None:
+        """Zero every adopted byte. Memory that vLLM has just made holds anything. Raises HostError."""
+        with self._lock:
+            self._zero([(one.ptr, one.size) for one in self.allocations])
+
     def clear_free(self) -> int:
         """Zero the adopted blocks that belong to no tensor, so that two captures agree about them; their bytes."""
         with self._lock:
             adopted = {one.ptr for one in self.allocations}
             free = [part for row in self._rows() if row.ptr in adopted and not row.asleep for part in row.free]
-            self.attach()
-            try:
-                self.driver.settle()  # a kernel that was sent before its tensor was freed may still write
-                self._clear(free)
-            except DriverFailure as failure:
-                raise translated_failure(failure, "clearing free blocks", device=self.ordinal) from failure
+            self._zero(free)
             return sum(size for _, size in free)
 
     def discard_kv(self) -> int:
@@ -141,7 +141,7 @@ class CuMemMemory(AdoptedMemory):
             adopted = {one.ptr for one in self.allocations}
             rows = self._rows()
             mapped = sum(row.size for row in rows if not row.asleep and row.ptr not in adopted)
-            return mapped + max(0, self._cumem.reserved_bytes() - sum(row.size for row in rows))
+            return mapped + self._cumem.reserved_bytes()
 
     def unmap(self) -> None:
         """See ``StableMemory.unmap``. What `remap` brought back beside the weights goes with them."""
@@ -169,6 +169,13 @@ class CuMemMemory(AdoptedMemory):
 
     def _rows(self) -> tuple[Row, ...]:
         return rows_of(self._cumem.allocator)
+
+    def _zero(self, parts: Sequence[tuple[int, int]]) -> None:
+        self._wait_for_device()  # a kernel that was sent before its tensor was freed may still write
+        try:
+            self._clear(parts)
+        except DriverFailure as failure:
+            raise translated_failure(failure, "clearing device memory", device=self.ordinal) from failure
 
     def _wait_for_device(self) -> None:
         self.attach()

@@ -66,7 +66,7 @@ def memory_maker(vllm_config: Any) -> tuple[Callable[[], WeightMemory], TorchSur
             cure="add --enable-sleep-mode to the command",
         )
     ordinal = torch.cuda.current_device()
-    cumem = installed_cumem(ordinal)
+    cumem = installed_cumem()
     return lambda: CuMemMemory(open_driver(), ordinal=ordinal, cumem=cumem), around
 
 

@@ -130,6 +130,7 @@ class VllmWorker:
     def build(self, memory: StableMemory, observer: Observer) -> None:
         """Let vLLM build the model. It waits then, before anything is computed, for `after_wake`."""
         self._bring_up(Way.BUILD, memory, observer)
+        self._loaded().clear()  # what nobody fills must not be right by chance
 
     def answer(self, prompt: Prompt) -> Answer:
         """Greedy, from nothing but the prompt."""

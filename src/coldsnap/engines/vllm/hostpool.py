@@ -60,6 +60,11 @@ class HostPool(HostMemory):
         """Move what is not here yet; nothing, where finalizers left every tensor alone. Raises as `prepare`."""
         self._move(model, tracer)
 
+    def clear(self) -> None:
+        """Zero every byte: what the model was built with lies here too."""
+        self.unmap()
+        self.remap()
+
     def complete(self) -> tuple[Allocation, ...]:
         """Nothing: what is not moved by now is in the process image."""
         return ()

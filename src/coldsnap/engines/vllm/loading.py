@@ -63,6 +63,10 @@ class WeightMemory(StableMemory, Protocol):
         """Finalizers are done: every tensor that must survive a sleep lies in an allocation when this returns."""
         ...
 
+    def clear(self) -> None:
+        """Every byte of every allocation is zero afterwards. Nobody computes meanwhile."""
+        ...
+
     def complete(self) -> tuple[Allocation, ...]:
         """The engine is up: take on what came to the weights since `settle`, and zero what belongs to no tensor.
 

@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coldsnap.engines.vllm.pools import Allocator, Entry, Handle
+from coldsnap.engines.vllm.pools import Allocator, Entry, Handle, pools_of
 from coldsnap.errors import ColdsnapError, EngineError, HostError, MissingCapability, OutOfSpace, ResourceBusy
 
-__all__ = ["CuMem", "CuMemPages", "installed_cumem", "pinned_cached_bytes"]
+__all__ = ["CuMem", "CuMemPages", "installed_cumem", "pinned_cached_bytes", "segment_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CuMem:
     """vLLM's allocator and its two calls. `pinned_bytes`: what torch keeps pinned for later, as little as it can.
-    `reserved_bytes`: what torch has of the device by its own count, which knows nothing of what was unmapped."""
+    `reserved_bytes`: what torch has of the device in pools that are not vLLM's."""
 
     allocator: Allocator
     create_and_map: Callable[[Handle], None]
@@ -36,19 +36,20 @@ class CuMem:
     reserved_bytes: Callable[[], int] = lambda: 0
 
 
-def installed_cumem(ordinal: int) -> CuMem:
-    """The one of this process, whose weights are on device `ordinal`. Raises MissingCapability where vLLM has none."""
+def installed_cumem() -> CuMem:
+    """The one of this process. Raises MissingCapability where vLLM has none."""
     found: Any = importlib.import_module("vllm.device_allocator.cumem")
     if not found.cumem_available:
         raise MissingCapability(
             "vLLM has no CuMem allocator on this platform", cure="use an NVIDIA GPU and a CUDA build of vLLM"
         )
+    allocator: Any = found.CuMemAllocator.get_instance()
     return CuMem(
-        allocator=found.CuMemAllocator.get_instance(),
+        allocator=allocator,
         create_and_map=found.create_and_map,
         unmap_and_release=found.unmap_and_release,
         pinned_bytes=_pinned_bytes,
-        reserved_bytes=lambda: _reserved_bytes(ordinal),
+        reserved_bytes=lambda: _reserved_bytes(allocator),
     )
 
 
@@ -118,11 +119,16 @@ def _pinned_bytes() -> int:
     return pinned_cached_bytes(torch.cuda.host_memory_stats())
 
 
-def _reserved_bytes(ordinal: int) -> int:
-    """Asked by threads of ours, for which torch's current device is another one."""
+def segment_bytes(segments: Iterable[Mapping[str, Any]], without: Collection[tuple[int, int]]) -> int:
+    """Bytes of torch's segments (`memory_snapshot`) that are in none of these pools."""
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) not in without)
+
+
+def _reserved_bytes(allocator: Allocator) -> int:
+    """torch lists segments of vLLM's pools that vLLM has given back, so those are counted from vLLM's own books."""
     import torch
 
-    return int(torch.cuda.memory_reserved(ordinal))
+    return segment_bytes(torch.cuda.memory_snapshot(), {tuple(pool.id) for pool in pools_of(allocator)})
 
 
 def _translated(error: RuntimeError, what: str, entry: Entry) -> ColdsnapError:

@@ -32,6 +32,7 @@ __all__ = [
     "backup_problems",
     "discarded",
     "layout_tag",
+    "pools_of",
     "rows_of",
     "weights",
 ]
@@ -95,7 +96,7 @@ class Place:
 
 def rows_of(allocator: Allocator) -> tuple[Row, ...]:
     """Every allocation of vLLM's, by address."""
-    segments = {segment["address"]: segment for segment in _segments(allocator.allocator_and_pools)}
+    segments = {segment["address"]: segment for pool in pools_of(allocator) for segment in pool.snapshot()}
     return tuple(_row(ptr, entry, segments.get(ptr)) for ptr, entry in sorted(allocator.pointer_to_data.items()))
 
 
@@ -133,11 +134,12 @@ def layout_tag(row: Row, places: Sequence[Place]) -> str:
     return f"{row.tag}:{canonical_sha256([row.size, inside]).hex[:12]}"
 
 
-def _segments(pools: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for held in list(pools.values()):
+def pools_of(allocator: Allocator) -> Iterator[Any]:
+    """torch's memory pools, of every tag."""
+    for held in list(allocator.allocator_and_pools.values()):
         pairs = [held] if isinstance(held, tuple) else list(held)  # 0.26, then 0.32 and later
         for pair in pairs:
-            yield from pair[0].snapshot()
+            yield pair[0]
 
 
 def _row(ptr: int, entry: Entry, segment: Mapping[str, Any] | None) -> Row:

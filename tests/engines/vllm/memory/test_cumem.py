@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coldsnap.engines.vllm.cumem import PINNED_SLACK_BYTES, CuMemMemory
-from coldsnap.engines.vllm.pages import CuMem, CuMemPages, pinned_cached_bytes
+from coldsnap.engines.vllm.pages import CuMem, CuMemPages, pinned_cached_bytes, segment_bytes
 from coldsnap.engines.vllm.pools import Handle, rows_of
 from coldsnap.errors import ColdsnapError, EngineError, HostError, OutOfSpace, Refused, ResourceBusy
 from coldsnap.hydrate import ProvedSource, Segment, hydrate_file
@@ -375,3 +375,27 @@ def test_pinned_bytes_by_either_form_of_torch_s_statistics(stats: dict[str, int]
 def test_unknown_statistics_are_refused() -> None:
     with pytest.raises(EngineError, match="pinned memory"):
         pinned_cached_bytes({"bytes": 3})
+
+
+def test_what_torch_has_beside_vllm_s_pools_is_held(vllm: LoadedVllm, memory: CuMemMemory) -> None:
+    lent = vllm.lent()
+    counted = CuMem(
+        allocator=lent.allocator,
+        create_and_map=lent.create_and_map,
+        unmap_and_release=lent.unmap_and_release,
+        pinned_bytes=lent.pinned_bytes,
+        reserved_bytes=lambda: 5 * MIB,
+    )
+    with CuMemMemory(vllm.driver, ordinal=0, cumem=counted) as other:
+        other.adopt_weights()
+        memory.discard_kv()
+        assert (memory.held_bytes(), other.held_bytes()) == (2 * MIB, 7 * MIB), "the tables, and graphs"
+        memory.restore_kv()
+
+
+def test_segments_are_counted_by_the_pool_they_are_in() -> None:
+    segments = [
+        {"segment_pool_id": pool, "total_size": size} for pool, size in (((0, 0), 2), ((0, 3), 5), ((0, 4), 11))
+    ]
+    assert segment_bytes(segments, {(0, 3)}) == 13
+    assert segment_bytes(segments, ()) == 18

@@ -13,12 +13,14 @@ __all__ = ["ENVIRONMENT", "check_environment", "parse_arguments", "problems", "s
 
 # What a served tree needs unless a recipe says otherwise. fork: the engine process imports nothing a second time, and
 # shares the pages of what was imported. USE_LIBUV: its event loop holds io_uring descriptors, which cannot be frozen.
-# The host's own address would be one of another host after a restore. Nobody is told anything over the network.
+# The host's own address would be one of another host after a restore. Nobody is told anything over the network. NCCL's
+# monitor ends a process whose clock went on without it, and asks a store all the time.
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
         "USE_LIBUV": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",

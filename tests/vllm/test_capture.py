@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ import pytest
 from coldsnap.capsule.criu import find_criu
 from coldsnap.core.messages import Answer, Prompt
 from coldsnap.engines.vllm.outer import PLUGIN
-from coldsnap.errors import AcceptanceFailed, Refused
+from coldsnap.errors import AcceptanceFailed, Refused, UserError
 from coldsnap.ops.live import service_status
+from coldsnap.ops.restore import restore
 from coldsnap.testing.engine_harness import free_port
 from coldsnap.testing.stand import HOST, Stand
+
+from .trees import make_certificate  # isort: skip
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -31,6 +35,7 @@ PROMPTS = (
     Prompt(text="The opposite of cold is", max_tokens=6),
 )
 SERVE = {"device": "cpu", "enforce-eager": True, "max-model-len": 512, "served-model-name": "smol"}
+KEY = "an-api-key-of-this-test"
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
     "KMP_BLOCKTIME": "0",
@@ -118,12 +123,44 @@ def test_a_restore_without_hydration_is_caught(stand: Stand) -> None:
         stand.restore("negative-1", negative_control=True)
 
 
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[tuple[Stand, Path, Path]]:
+    """A server that was captured with an API key and TLS: with its key's and its certificate's file."""
+    private, certificate = make_certificate(tmp_path)
+    one = Stand(folder=tmp_path, model=MODEL, plugin=PLUGIN)
+    one.capture(
+        serve={**SERVE, "ssl-keyfile": str(private), "ssl-certfile": str(certificate)},
+        environment={**ENVIRONMENT, "VLLM_CACHE_ROOT": str(tmp_path / "cache"), "VLLM_API_KEY": KEY},
+        allow_secrets=["VLLM_API_KEY"],
+        validation={"prompts": [{"text": "The capital of France is", "max_tokens": 4}]},
+    )
+    yield one, private, certificate
+    one.stop_all()
+    one.assert_nothing_left()
+    one.tools.host.close()
+
+
+def test_an_api_key_and_tls_work_after_a_restore_and_say_so(guarded: tuple[Stand, Path, Path]) -> None:
+    stand, private, certificate = guarded
+    report = stand.result.hygiene["u0"]
+    assert (report.allowed_secrets, report.publishable) == (("VLLM_API_KEY",), False), "the private key is in no image"
+    stand.restore("guarded-1")
+    trust = ssl.create_default_context(cafile=certificate)
+    for key, wanted in ((KEY, 200), ("another-key-of-nobody", 401), (None, 401)):
+        connection = http.client.HTTPSConnection(HOST, stand.port, context=trust, timeout=600)
+        connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+        assert connection.getresponse().status == wanted
+        connection.close()
+    stand.stop_all()
+    private.rename(private.with_suffix(".away"))
+    with pytest.raises(UserError, match=f"--ssl-keyfile: {private}"):
+        stand.restore("guarded-2")
+
+
 def test_another_command_is_refused_by_name(stand: Stand) -> None:
     request = stand.request("refused-1")
     command = (*request.launch.units[0].command, "--seed", "1")
     unit = request.launch.units[0].model_copy(update={"command": command})
     changed = request.model_copy(update={"launch": request.launch.model_copy(update={"units": (unit,)})})
-    from coldsnap.ops.restore import restore
-
     with pytest.raises(Refused, match=r"launch\.units\[0\]\.command"):
         restore(stand.tools, stand.loaded, changed, host=HOST, port=free_port())

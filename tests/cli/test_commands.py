@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -375,11 +376,15 @@ def test_capabilities_and_doctor(coldsnap: Coldsnap, kit: Desk, tmp_path: Path) 
     usable = {driver["driver"]: driver["usable"] for driver in said["drivers"]}
     assert (usable["host"], usable["n610"]) == (True, False)
     assert [engine["engine"] for engine in said["engines"]] == ["fake"]
-    doctor = coldsnap("doctor", "--state-root", tmp_path / "absent" / "state", "--json")
+    here = {"python": sys.executable, "versions": {"fake": "1"}, "problems": []}
+    assert said["engines"][0]["installed"] == here
+    other = ("--python", "/venv/bin/python")
+    doctor = coldsnap("doctor", "--state-root", tmp_path / "absent" / "state", *other, "--json")
     assert doctor.code == (0 if doctor.said["healthy"] else 4)
     needs = {need["name"]: need for need in doctor.said["needs"]}
     assert {"Python", "root", "kernel", "CRIU", "state root", "engine fake"} <= set(needs)
     assert needs["engine fake"]["state"] == "ok"
+    assert needs["engine fake in /venv/bin/python"]["found"] == "fake 1"
     assert all(need["cure"] for need in needs.values() if need["state"] == "missing")
     assert not (tmp_path / "absent").exists(), "doctor changes nothing"
 

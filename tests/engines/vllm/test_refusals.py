@@ -92,6 +92,7 @@ VARIABLE_CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "VLLM_PLUGINS": (("", "lora_resolver", "other, another"), ("coldsnap", "other, coldsnap")),
     "VLLM_ENABLE_V1_MULTIPROCESSING": (("0",), ("1",)),
     "USE_LIBUV": (("1",), ("0",)),
+    "COLDSNAP_EXPORT_MODEL_PAYLOAD": (("1",), ("0", "")),
 }
 
 

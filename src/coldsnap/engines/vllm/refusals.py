@@ -232,6 +232,12 @@ VARIABLES: tuple[Refusal, ...] = (
         "USE_LIBUV",
         cure="unset USE_LIBUV",
     ),
+    *refusals(
+        is_on,
+        "is for servers that coldsnap does not start itself",
+        "COLDSNAP_EXPORT_MODEL_PAYLOAD",
+        cure="unset COLDSNAP_EXPORT_MODEL_PAYLOAD: a capture exports anyway",
+    ),
 )
 """Environment variables; one that is not set is never refused."""
 

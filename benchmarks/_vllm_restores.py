@@ -189,13 +189,15 @@ class Capture:
         return [path for path in (*packs, *images) if path.exists() and path.stat().st_size]
 
     def processes_left(self) -> int:
-        """Processes whose command is the engine's with this model."""
+        """Processes of the engine with this model and port, or with variables that name this proof's caches."""
+        port, model, caches = (str(one).encode() for one in (self.port, self.model, self.subject.caches))
         left = 0
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
                     words = (entry / "cmdline").read_bytes().split(b"\0")
-                except OSError:
+                    variables = (entry / "environ").read_bytes()
+                except OSError:  # it has ended, or is a zombie
                     continue
-                left += str(self.model).encode() in words and b"-m" in words
+                left += {port, model}.issubset(words) or caches in variables
         return left

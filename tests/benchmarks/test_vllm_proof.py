@@ -6,10 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from benchmarks._vllm_cold import plain_command
+from benchmarks._vllm_restores import Capture
 from benchmarks.vllm_proof import finished
+
+from coldsnap.core.drivers import DriverId
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +43,39 @@ def test_finished_steps_are_those_of_this_commit_that_ran_to_their_end(tmp_path:
     path.write_text(json.dumps({"commit": "a", "steps": steps}))
     assert finished(path, "a") == {"0.6b-cold", "8b-n580"}
     assert finished(path, "b") == {"8b-cold"}
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "counted"),
+    [
+        (("--port", "54321", "MODEL"), {}, 1),
+        (("--port", "54322", "MODEL"), {}, 0),
+        (("--port", "54321", "MODEL-of-others"), {}, 0),
+        ((), {"VLLM_CACHE_ROOT": "CACHES/vllm"}, 1),
+        ((), {"VLLM_CACHE_ROOT": "elsewhere"}, 0),
+    ],
+)
+def test_processes_that_a_capture_left_are_counted_and_no_others(
+    tmp_path: Path, words: tuple[str, ...], variables: dict[str, str], counted: int
+) -> None:
+    model, caches = tmp_path / "model", tmp_path / "caches"
+    nothing: Any = None
+    subject: Any = SimpleNamespace(caches=caches)
+    capture = Capture(
+        subject=subject,
+        coldsnap=nothing,
+        name="c",
+        model=model,
+        driver=DriverId.HOST,
+        expected={},
+        port=54321,
+    )
+    said = [word.replace("MODEL", str(model)) for word in words]
+    environment = {name: value.replace("CACHES", str(caches)) for name, value in variables.items()}
+    with subprocess.Popen([sys.executable, "-c", "input()", *said], env=environment, stdin=subprocess.PIPE) as process:
+        assert capture.processes_left() == counted
+        process.communicate(b"\n", timeout=600)
+    assert capture.processes_left() == 0
 
 
 @pytest.mark.timeout(3600)

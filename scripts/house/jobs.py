@@ -90,7 +90,7 @@ def run_test_vllm(words: Sequence[str]) -> int:
     ./run test-vllm            all of tests/vllm, which `./run test` leaves to this job; no test may be skipped
     ./run test-vllm WORDS      those go to pytest too
     """
-    setup(extras=_DEMO)
+    setup(extras=_DEMO, with_criu=_root())
     _checkpoint([])
     return vllm.test(words)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from coldsnap.capsule.criu import find_criu
 from coldsnap.core.messages import Answer, Prompt
 from coldsnap.engines.vllm.outer import PLUGIN
 from coldsnap.errors import AcceptanceFailed, Refused, UserError
@@ -26,7 +24,7 @@ from coldsnap.testing.stand import HOST, Stand
 
 from .trees import make_certificate  # isort: skip
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(3600)]
 
 MODEL = Path(__file__).parents[2] / ".cache/models/smollm2"
 PROMPTS = (
@@ -35,6 +33,7 @@ PROMPTS = (
     Prompt(text="The opposite of cold is", max_tokens=6),
 )
 SERVE = {"device": "cpu", "enforce-eager": True, "max-model-len": 512, "served-model-name": "smol"}
+START_S = 1800.0
 KEY = "an-api-key-of-this-test"
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "1000",
@@ -45,10 +44,8 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def stand(criu: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """A captured server."""
-    assert os.geteuid() == 0, "processes are frozen by root"
-    find_criu()
     assert MODEL.is_dir(), f"{MODEL} is not there: ./run model makes it"
     folder = tmp_path_factory.mktemp("vllm")
     one = Stand(folder=folder, model=MODEL, plugin=PLUGIN)
@@ -66,7 +63,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 @pytest.fixture(scope="module")
 def expected(stand: Stand) -> tuple[Answer, ...]:
     """From a cold process that nobody captured, to prompts that no captured one saw."""
-    return stand.cold(PROMPTS)
+    return stand.cold(PROMPTS, deadline_s=START_S)
 
 
 def test_nearly_all_of_the_weights_are_the_checkpoints(stand: Stand) -> None:
@@ -124,7 +121,7 @@ def test_a_restore_without_hydration_is_caught(stand: Stand) -> None:
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[tuple[Stand, Path, Path]]:
+def guarded(criu: object, tmp_path: Path) -> Iterator[tuple[Stand, Path, Path]]:
     """A server that was captured with an API key and TLS: with its key's and its certificate's file."""
     private, certificate = make_certificate(tmp_path)
     one = Stand(folder=tmp_path, model=MODEL, plugin=PLUGIN)

@@ -195,8 +195,8 @@ class Stand:
         """Over HTTP, as a client outside."""
         return OutsideClient(host=HOST, port=port or self.port).complete(prompts, timeout_s=PATIENCE_S)
 
-    def cold(self, prompts: Sequence[Prompt]) -> tuple[Answer, ...]:
-        """The same from a separate cold process with nothing of ours around it."""
+    def cold(self, prompts: Sequence[Prompt], *, deadline_s: float = PATIENCE_S * 3) -> tuple[Answer, ...]:
+        """The same from a separate cold process with nothing of ours around it, up within `deadline_s`."""
         with cold_engine(
             self.planned.request,
             self.plugin,
@@ -204,7 +204,7 @@ class Stand:
             host=HOST,
             port=free_port(),
             first_prompt="x",
-            deadline_s=PATIENCE_S * 3,
+            deadline_s=deadline_s,
             devices=device_environment(self.tools, self.planned.request.launch.units[0]),
         ) as engine:
             return engine.client.complete(prompts, timeout_s=PATIENCE_S)

@@ -6,6 +6,7 @@ No secret stands in this file: all are made when the tests run, from a seed.
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -24,7 +25,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coldsnap.capsule import secrets
+from coldsnap.capsule import secretrules, secrets
 from coldsnap.capsule.secretrules import environment_secrets, fingerprint, looks_random, pem_key
 from coldsnap.capsule.secrets import find_secrets, scan_secrets
 from coldsnap.capsule.secretscan import Range, scan_bytes, scan_range
@@ -115,6 +116,17 @@ def test_the_shape_without_the_body_is_no_secret(kind: str) -> None:
 def test_library_text_is_no_secret(text: str) -> None:
     assert hits(text.encode()) == []
     assert hits(b"\0" + text.encode() + b"\0") == []
+
+
+def test_a_token_that_a_library_publishes_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor with the letters that follow it in a file of bytecode; another token is one, of whatever length."""
+    token, other = TOKENS["huggingface-token"].encode(), ("hf_" + made(LETTERS, 34, 2)).encode()
+    known = (len(token), hashlib.sha256(token).hexdigest()[:12])
+    monkeypatch.setattr(secretrules, "_PUBLISHED", frozenset({known}))
+    for data in (token, token + b"z1ab", b"\0" + token + b"\0"):
+        assert hits(data) == []
+    for data in (other, other + b"z1ab", token[:-1] + b"9"):
+        assert hits(data) == [("huggingface-token", 0, data)]
 
 
 def test_real_libraries_give_no_secret() -> None:

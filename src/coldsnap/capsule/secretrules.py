@@ -87,8 +87,8 @@ _PEM_BODY = re.compile(
 _PEM_LAYOUT = re.compile(rb"\\r|\\n|\s")
 _MIN_PEM_CHARACTERS = 60
 
-# Printed in the sources of libraries for their tests, so known to everybody: by fingerprint.
-_PUBLISHED = frozenset({"5de261506c0f"})  # the user of transformers.testing_utils
+# Printed in the sources of libraries for their tests, so known to everybody: by length and fingerprint.
+_PUBLISHED = frozenset({(37, "5de261506c0f")})  # the user of transformers.testing_utils
 
 _SECRET_WORDS = frozenset(
     {"TOKEN", "TOKENS", "KEY", "KEYS", "APIKEY", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT"}
@@ -119,7 +119,7 @@ def token_at(data: bytes, start: int, end: int) -> tuple[str, bytes] | None:
             match = shape.pattern.match(data, first)
             if match is None or not looks_random(match["body"], needs_mix=shape.needs_mix):
                 continue
-            return (shape.kind, match[0]) if fingerprint(match[0]) not in _PUBLISHED else None
+            return (shape.kind, match[0]) if not _is_published(match[0]) else None
     if before in (b" ", b":"):
         if _AUTHORIZATION.search(data, max(0, start - 40), start) and looks_random(data[start:end]):
             return "authorization-header", data[start:end]
@@ -128,6 +128,11 @@ def token_at(data: bytes, start: int, end: int) -> tuple[str, bytes] | None:
         if match is not None and _is_secret_name(name := match[1].decode()) and looks_random(data[start:end]):
             return name, data[start:end]
     return None
+
+
+def _is_published(value: bytes) -> bool:
+    """Whether this is a published token, or begins with one: in a file of bytecode letters may follow it at once."""
+    return any(fingerprint(value[:length]) == known for length, known in _PUBLISHED)
 
 
 def aws_secret_after(data: bytes, start: int, end: int) -> bytes | None:

@@ -85,8 +85,8 @@ class Tree:
         return status, data if more.get("stream") else json.loads(data)
 
 
-def wait_until(true: Callable[[], bool], told: Callable[[], str]) -> None:
-    deadline = time.monotonic() + LONG_S
+def wait_until(true: Callable[[], bool], told: Callable[[], str], *, deadline_s: float = LONG_S) -> None:
+    deadline = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < deadline, told()
         time.sleep(0.05)
@@ -150,22 +150,30 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def started(*options: str, digest: str | None = None, tls: bool = True, **more: str) -> Iterator[Tree]:
+def started(
+    *options: str,
+    digest: str | None = None,
+    tls: bool = True,
+    model: Path = MODEL,
+    template: bool = False,
+    **more: str,
+) -> Iterator[Tree]:
     """`serve MODEL` with these options and variables; killed if the test did not end it."""
-    assert MODEL.is_dir(), f"{MODEL} is not there: ./run model makes it"
+    assert model.is_dir(), f"{model} is not there: ./run model makes it"
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a socket's path has 107 bytes at most
         folder = Path(name)
         key, certificate = make_certificate(folder)
-        pinned = digest if digest is not None else str(metadata_sha256(checkpoint_files(MODEL)))
+        pinned = digest if digest is not None else str(metadata_sha256(checkpoint_files(model)))
         settings = WorkerSettings(
             worker="w0",
             unit="u0",
             rank=0,
             socket=str(folder / "w.sock"),
+            template=template,
             options={"model_id": "smollm2", "revision": "r", "metadata_sha256": pinned},
         )
         (folder / "settings.json").write_text(settings.model_dump_json())
-        command = [sys.executable, "-m", "coldsnap.engines.vllm", "serve", str(MODEL), "--enforce-eager"]
+        command = [sys.executable, "-m", "coldsnap.engines.vllm", "serve", str(model), "--enforce-eager"]
         command += ["--max-model-len", "512", "--served-model-name", "smol", *options]
         command += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)] if tls else []
         variables = environment(folder, **{SETTINGS_VARIABLE: str(folder / "settings.json"), **more})

@@ -209,6 +209,7 @@ class VllmWorker:
                 memory=memory,
                 files=self._files or self._pinned_files(),
                 way=way,
+                is_template=self._is_template,
                 laid_out=self._laid_out if way is Way.LOAD else self._laid_out_and_filled,
                 failed=self.give_up,
             )

@@ -4,6 +4,9 @@
 members go to that loader. Its reading is not replaced. Each tensor that it gives to the model's `load_weights` is known
 by name and header, and every operation on tensors from there to the end of the finalizers is followed (`tracing`), so
 the observer is told which bytes of the weights' memory are which bytes of the checkpoint.
+
+A model that is built (`Way.BUILD`) goes through the same steps without one byte: the tensors that it is given have
+names and nothing in them (`unread`), and the observer is told of the copies that a load would have made.
 """
 
 from __future__ import annotations
@@ -24,18 +27,41 @@ from vllm.model_executor.model_loader import (
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from coldsnap.engines.vllm.account import account
-from coldsnap.engines.vllm.loading import WATCHED_FORMATS, Load, reloaded, taken
+from coldsnap.engines.vllm.loading import WATCHED_FORMATS, Load, Way, reloaded, taken
 from coldsnap.engines.vllm.sources import Sources
 from coldsnap.engines.vllm.storages import storages_of
+from coldsnap.engines.vllm.templates import template_problems
 from coldsnap.engines.vllm.tracing import Tracer
-from coldsnap.errors import UserError
+from coldsnap.engines.vllm.unread import unread_tensors
+from coldsnap.errors import Refused, UserError
 
 __all__ = ["LOAD_FORMAT", "WATCHED_FORMATS", "ColdsnapLoader", "register", "watch_every_format"]
 
 LOAD_FORMAT = "coldsnap"
+HOST_FORMATS = ("auto", "hf", "safetensors")
+"""Of the watched ones, those that read into host memory."""
 
 _replaced: dict[str, type[BaseModelLoader]] = {}
 """vLLM's own loaders, by format, where ours has taken their place."""
+
+
+class _Watching:
+    """One load that is watched. `told`: the name of each tensor that the model got, and whether a header has it."""
+
+    def __init__(self, load: Load, tracer: Tracer) -> None:
+        self.load = load
+        self.tracer = tracer
+        self.told: list[tuple[str, bool]] = []
+        self._sources = Sources(load.files)
+
+    def tell(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, with the tracer told of each."""
+        for name, tensor in weights:
+            stored = self._sources.find(name, str(tensor.dtype), tuple(tensor.shape))
+            self.told.append((name, stored is not None))
+            if stored is not None:
+                self.tracer.loaded(tensor, stored)
+            yield name, tensor
 
 
 class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-checked here
@@ -45,9 +71,10 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
         """Raises UserError for a load format that gives no tensor by its name."""
         super().__init__(load_config)
         delegated = _delegated(load_config)
+        self._format: str = delegated.load_format
         own = _replaced.get(delegated.load_format)
         self._delegate = own(delegated) if own is not None else get_model_loader(delegated)
-        self._watching: tuple[Load, Tracer] | None = None
+        self._watching: _Watching | None = None
 
     def download_model(self, model_config: ModelConfig) -> None:
         """Make the files be there."""
@@ -75,15 +102,36 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
         return model
 
     def _load(self, load: Load, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> torch.nn.Module:
-        tracer = Tracer()
-        self._watching = load, tracer
+        build = load.way is Way.BUILD
+        strict = build or load.is_template
+        if strict and self._format not in HOST_FORMATS:
+            raise UserError(
+                f"load format {self._format!r} takes memory of the device among the weights while it reads, so a "
+                f"model that is built without reading is laid out in another way",
+                cure=f"use one of {', '.join(HOST_FORMATS)} for a template",
+                facts={"load_format": self._format},
+            )
+        tracer = Tracer(follow=strict, unread=build)
+        watching = self._watching = _Watching(load, tracer)
         try:
             with tracer:
                 model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 load.memory.settle(model, tracer)
         finally:
             self._watching = None
-        account(tracer.provenance, load.observer, allocations=load.memory.allocations, storages=storages_of(model))
+        allocations, storages = load.memory.allocations, storages_of(model)
+        if strict:
+            problems = template_problems(
+                files=load.files,
+                told=watching.told,
+                host_reads=tracer.host_reads,
+                allocations=allocations,
+                storages=storages,
+                made_from=tracer.made_from,
+            )
+            if problems:
+                raise Refused("a template of this model", problems)
+        account(tracer.provenance, load.observer, allocations=allocations, storages=storages)
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -92,13 +140,15 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
             reloaded()
             self._delegate.load_weights(model, model_config)
             return
-        load, tracer = self._watching
-        load.memory.prepare(model, tracer)
-        sources = Sources(load.files)
+        watching = self._watching
+        watching.load.memory.prepare(model, watching.tracer)
         own: Callable[..., Any] = model.load_weights
+        if watching.load.way is Way.BUILD:
+            own(watching.tell(unread_tensors(watching.load.files)))
+            return
 
         def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **keywords: Any) -> Any:
-            return own(_told(weights, sources, tracer), *args, **keywords)
+            return own(watching.tell(weights), *args, **keywords)
 
         model.load_weights = load_weights  # of this object alone, and for this call
         try:
@@ -122,16 +172,6 @@ def watch_every_format() -> None:
         if not issubclass(own, ColdsnapLoader):
             _replaced[name] = own
             register_model_loader(name)(ColdsnapLoader)
-
-
-def _told(
-    weights: Iterable[tuple[str, torch.Tensor]], sources: Sources, tracer: Tracer
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in weights:
-        stored = sources.find(name, str(tensor.dtype), tuple(tensor.shape))
-        if stored is not None:
-            tracer.loaded(tensor, stored)
-        yield name, tensor
 
 
 def _delegated(load_config: LoadConfig) -> LoadConfig:

@@ -101,12 +101,15 @@ class Load:
 
     The loader calls one of the last two, on its own thread. `laid_out`: every tensor is where it stays; it returns when
     their bytes are there, for `Way.BUILD` after somebody else has filled them. `failed`: it raises this next.
+
+    `is_template`: copies of this process will build the model, so one that cannot be built is refused.
     """
 
     observer: Observer
     memory: WeightMemory
     files: tuple[SafetensorsFile, ...]
     way: Way = Way.LOAD
+    is_template: bool = False
     laid_out: Callable[[], None] = _nothing
     failed: Callable[[Exception], None] = _nothing
 

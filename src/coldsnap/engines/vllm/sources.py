@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from coldsnap.engines.safetensors import SafetensorsFile, StoredTensor
 from coldsnap.engines.vllm.provenance import Stored
 
-__all__ = ["Sources"]
+__all__ = ["Sources", "dtype_name"]
 
 _DTYPES = {
     "bool": "BOOL",
@@ -32,6 +32,14 @@ _DTYPES = {
     "float64": "F64",
     "complex64": "C64",
 }
+
+
+_NAMES = {stored: name for name, stored in _DTYPES.items()}
+
+
+def dtype_name(stored: str) -> str | None:
+    """What torch calls a file's number type, without `torch.`; None for one that it has not."""
+    return _NAMES.get(stored)
 
 
 class Sources:

@@ -128,6 +128,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     _symbol(_WORKER, "vllm.config.parallel", "ParallelConfig.data_parallel_size"),
     _symbol(_WORKER, "vllm.config.model", "ModelConfig.revision"),
     _symbol(_WORKER, "vllm.config.load", "LoadConfig.download_dir"),
+    _symbol(_WORKER, "vllm.model_executor.models.registry", "ModelRegistry"),
+    _symbol(_WORKER, "vllm.model_executor.models.registry", "_ModelRegistry.models"),
     _symbol(_WORKER, "vllm.config.compilation", "CompilationConfig.static_forward_context"),
     _symbol(_WORKER, "vllm.platforms", "current_platform"),
     _symbol(_WORKER, "vllm._custom_ops", "_supports_onednn"),

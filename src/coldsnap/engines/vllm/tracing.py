@@ -2,23 +2,28 @@
 
 Needs torch. What is below autograd arrives here, one operator at a time, with its schema, so three rules are enough:
 
-1. an operator that moves bytes unchanged (`_MOVES`) carries their provenance, when its pieces are not too small;
+1. an operator that moves bytes unchanged (`moves.MOVES`) carries their provenance, when its pieces are not too small;
 2. what any other operator writes, an argument that its schema calls mutable or memory of its own that it returns, is
    spoiled, with the operator's name as the reason;
 3. a view is the same bytes: nothing happens. Nor does it when a tensor object is given other memory (`set_`, `.data`).
 
 Kernels that write through raw pointers (Triton) are not seen, and other threads neither. What they change is claimed
 wrongly, and export, which compares every claim with the checkpoint, takes it back.
+
+For a template two more things are wanted. `follow`: which memory holds anything that was made from the checkpoint,
+changed or not, and which of it was read by the host. `unread`: the sources hold nothing, so a copy of their bytes is
+left out, and only its provenance is carried; the bytes come later, from elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coldsnap.engines.vllm.moves import MAKES, MOVES, MOVES_NOTHING, WHOLE, layout_of, tensors_in
 from coldsnap.engines.vllm.provenance import Provenance, Stored
 from coldsnap.engines.vllm.strides import Layout, runs_between
 
@@ -30,30 +35,35 @@ MIN_RUN_BYTES = 256
 TOO_SMALL = "rearranged in pieces too small to replay"
 REPEATED = "written several times by one copy"
 NOT_DENSE = "read from the checkpoint into a view with gaps"
-_MAX_INDICES = 1 << 16
-
-_Move: TypeAlias = tuple[torch.Tensor, Layout, Layout, torch.dtype]
-"""The tensor that is written, where in it, from where, and the number type there."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-checked here
     """A context manager: while it is open, this thread's operations are watched. It can be opened several times."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, follow: bool = False, unread: bool = False) -> None:
         super().__init__()
         self.provenance = Provenance()
         self._host_reads: dict[str, None] = {}
+        self._made = Provenance() if follow else None  # "spoiled": by the tensor that it was made from
+        self._unread = unread
 
     @property
     def host_reads(self) -> tuple[str, ...]:
         """Stored tensors of which a number was taken to the host, where it may have gone anywhere; in order."""
         return tuple(self._host_reads)
 
+    def made_from(self, ptr: int, size: int) -> str | None:
+        """The stored tensor, or one of several, that anything in these bytes was made from. Needs `follow`."""
+        for span in self._made.within(ptr, size) if self._made is not None else ():
+            return str(span.what)
+        return None
+
     def loaded(self, tensor: torch.Tensor, stored: Stored) -> None:
         """`tensor` holds exactly the bytes of `stored` now."""
         layout = layout_of(tensor)
         if layout is None or layout.size == 0:
             return
+        self._follow([tensor], stored.tensor)
         if not tensor.is_contiguous() or layout.size != stored.size:
             self._spoil(layout, NOT_DENSE)
         else:
@@ -68,14 +78,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-check
     ) -> Any:
         """torch calls this for every operator; within it nothing is watched."""
         keywords = dict(kwargs or {})
-        result = func(*args, **keywords)
         name = func._schema.name
-        if name in _MAKES:
-            for tensor in _tensors(result):
+        if self._unread and name == "aten::copy_" and self._is_stored(args[1]):
+            result = args[0]
+        else:
+            result = func(*args, **keywords)
+        if name in MAKES:
+            for tensor in tensors_in(result):
                 self._forget(tensor)
+            self._follow(tensors_in(result), None)
         elif name == "aten::_local_scalar_dense":
             self._read(args[0])
-        elif name not in _MOVES_NOTHING:
+        elif name not in MOVES_NOTHING:
             self._wrote(func, args, keywords, result)
         return result
 
@@ -85,8 +99,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-check
         written = [*_mutable(func, args, keywords), *fresh]
         if not written:
             return
-        moves = list(_MOVES[name](args, keywords, result)) if name in _MOVES else []
-        if not moves or name not in _WHOLE:
+        if self._made is not None:
+            self._follow(written, self._origin([*args, *keywords.values()]))
+        moves = list(MOVES[name](args, keywords, result)) if name in MOVES else []
+        if not moves or name not in WHOLE:
             for tensor in written:
                 if (layout := layout_of(tensor)) is not None:
                     self._spoil(layout, reason)
@@ -125,37 +141,51 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-check
             for span in self.provenance.within(layout.ptr, layout.item_bytes):
                 if isinstance(span.what, Stored):
                     self._host_reads[span.what.tensor] = None
+            if (origin := self.made_from(layout.ptr, layout.item_bytes)) is not None:
+                self._host_reads[origin] = None
 
+    def _is_stored(self, tensor: torch.Tensor) -> bool:
+        """Whether every byte that it touches is a stored one."""
+        layout = layout_of(tensor)
+        if layout is None:
+            return False
+        at, end = layout.span
+        for span in self.provenance.within(at, end - at):
+            if span.start > at or not isinstance(span.what, Stored):
+                return False
+            at = span.end
+        return at == end
 
-def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """Where the bytes of a tensor are. None for one without memory of its own that has plain bytes."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+    def _origin(self, values: list[Any]) -> str | None:
+        for tensor in tensors_in(values):
+            if (layout := layout_of(tensor)) is not None:
+                start, end = layout.span
+                if (origin := self.made_from(start, end - start)) is not None:
+                    return origin
         return None
-    ptr = tensor.data_ptr()
-    if ptr == 0:
-        return None
-    item = tensor.element_size()
-    strides = tuple(stride * item for stride in tensor.stride())
-    return Layout(ptr=ptr, shape=tuple(tensor.shape), strides=strides, item_bytes=item)
+
+    def _follow(self, tensors: Iterable[torch.Tensor], origin: str | None) -> None:
+        """These were made from `origin`, or from nothing of the checkpoint."""
+        for tensor in tensors if self._made is not None else ():
+            layout = layout_of(tensor)
+            if layout is None or self._made is None:
+                continue
+            start, end = layout.span
+            if origin is not None:
+                self._made.spoil(start, end - start, origin)
+            elif layout.size == end - start:  # else what lies between was made from whatever it was
+                self._made.forget(start, end - start)
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-
-
 def _mutable(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The arguments that the operator's schema says it writes."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[index] if index < len(args) else keywords.get(argument.name))
+            yield from tensors_in(args[index] if index < len(args) else keywords.get(argument.name))
 
 
 def _fresh(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> list[torch.Tensor]:
@@ -163,133 +193,12 @@ def _fresh(func: Any, args: tuple[Any, ...], keywords: Mapping[str, Any], result
     returns = func._schema.returns
     values = result if isinstance(result, (list, tuple)) and len(returns) > 1 else [result]
     own = [value for value, one in zip(values, returns, strict=False) if one.alias_info is None]
-    tensors = list(_tensors(own))
+    tensors = list(tensors_in(own))
     if not tensors:
         return []
-    given = {_memory(tensor) for tensor in _tensors([*args, *keywords.values()])}
+    given = {_memory(tensor) for tensor in tensors_in([*args, *keywords.values()])}
     return [tensor for tensor in tensors if _memory(tensor) not in given]
 
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else id(tensor)
-
-
-def _pair(dst: torch.Tensor, src: torch.Tensor) -> Iterator[_Move]:
-    """All of `src`, broadcast, to all of `dst`."""
-    there, here = layout_of(dst), layout_of(src)
-    if there is not None and here is not None and not (src.is_conj() or src.is_neg()):
-        yield dst, there, here.expanded(there.shape), src.dtype
-
-
-def _copy(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    yield from _pair(args[0], args[1])
-
-
-def _copies(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    for dst, src in zip(args[0], args[1], strict=True):
-        yield from _pair(dst, src)
-
-
-def _clone(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    yield from _pair(result, args[0])
-
-
-def _cat(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    there = layout_of(result)
-    if there is None:
-        return
-    dim = _argument(args, keywords, 1, "dim", 0) % max(result.dim(), 1)
-    at = 0
-    for part in args[0]:
-        if part.dim() == 1 and part.numel() == 0:  # torch takes it for nothing, whatever the others' shape is
-            continue
-        here, length = layout_of(part), part.shape[dim]
-        if here is not None:
-            yield result, there.narrow(dim, at, length), here, part.dtype
-        at += length
-
-
-def _stack(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    there = layout_of(result)
-    dim = _argument(args, keywords, 1, "dim", 0) % result.dim()
-    for index, part in enumerate(args[0]):
-        here = layout_of(part)
-        if there is not None and here is not None:
-            yield result, there.select(dim, index), here, part.dtype
-
-
-def _index_select(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    there, here = layout_of(result), layout_of(args[0])
-    index = args[2]
-    if there is None or here is None or args[0].dim() == 0 or index.numel() > _MAX_INDICES:
-        return
-    dim = args[1] % args[0].dim()
-    for place, wanted in enumerate(index.reshape(-1).tolist()):
-        yield result, there.narrow(dim, place, 1), here.narrow(dim, wanted, 1), args[0].dtype
-
-
-def _split(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    here = layout_of(args[0])
-    dim = _argument(args, keywords, 2, "dim", 0) % args[0].dim()
-    at = 0
-    for part, length in zip(result, args[1], strict=True):
-        there = layout_of(part)
-        if there is not None and here is not None:
-            yield part, there, here.narrow(dim, at, length), args[0].dtype
-        at += length
-
-
-def _pad(args: tuple[Any, ...], keywords: Mapping[str, Any], result: Any) -> Iterator[_Move]:
-    there, here = layout_of(result), layout_of(args[0])
-    pads = list(args[1])
-    if there is None or here is None or min(pads) < 0:
-        return
-    for index in range(len(pads) // 2):
-        dim = result.dim() - 1 - index
-        there = there.narrow(dim, pads[2 * index], args[0].shape[dim])
-    yield result, there, here, args[0].dtype
-
-
-def _argument(args: tuple[Any, ...], keywords: Mapping[str, Any], index: int, name: str, default: int) -> int:
-    return int(args[index] if index < len(args) else keywords.get(name, default))
-
-
-_MOVES: Mapping[str, Callable[[tuple[Any, ...], Mapping[str, Any], Any], Iterator[_Move]]] = {
-    "aten::copy_": _copy,
-    "aten::_foreach_copy_": _copies,
-    "aten::clone": _clone,
-    "aten::_to_copy": _clone,
-    "aten::_pin_memory": _clone,
-    "aten::lift_fresh_copy": _clone,
-    "aten::cat": _cat,
-    "aten::stack": _stack,
-    "aten::index_select": _index_select,
-    "aten::split_with_sizes_copy": _split,
-    "aten::constant_pad_nd": _pad,
-}
-_WHOLE = frozenset({"aten::copy_", "aten::clone", "aten::_to_copy", "aten::_pin_memory", "aten::lift_fresh_copy"})
-"""One move, of everything: nothing else is written beside it, and the source may be the destination."""
-_MAKES = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_permuted",
-        "aten::empty_strided",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-    }
-)
-# Their schemas call the tensor object mutable; not a byte of its memory is written.
-_MOVES_NOTHING = frozenset(
-    {
-        "aten::as_strided_",
-        "aten::detach_",
-        "aten::set_",
-        "aten::squeeze_",
-        "aten::swapaxes_",
-        "aten::swapdims_",
-        "aten::t_",
-        "aten::transpose_",
-        "aten::unsqueeze_",
-    }
-)

@@ -35,6 +35,8 @@ FAKE_MODEL = "fake"
 _ENGINE = "vllm"
 _MODEL_S = 540
 _SHARD_BYTES = 1 << 30  # many threads hash a checkpoint when it is pinned
+# A prompt that is asked again must be computed as it was the first time, with as many rows.
+_SERVE = {"enable_prefix_caching": False}
 # FlashInfer is not in the bundle, and no kernel may be compiled by it.
 _GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0"}
 _CPU_ENVIRONMENT = {
@@ -111,7 +113,7 @@ def gpu_subject(folder: Path, serve: Mapping[str, Any], environment: Mapping[str
         program=(sys.executable, "-m", "coldsnap.cli"),
         folder=folder,
         drivers=(DriverId.N610, DriverId.N580),
-        serve={"max_model_len": 4096, **serve},
+        serve={"max_model_len": 4096, **_SERVE, **serve},
         environment={**own, **environment},
         another_order={"max_num_seqs": 64},
         model=lambda size: random_model(folder / "models", size),
@@ -144,7 +146,7 @@ def cpu_subject(
         folder=folder,
         drivers=(DriverId.HOST,),
         keys={"python": str(python)} if python is not None else {},
-        serve={"device": "cpu", "max_model_len": 512, "enforce_eager": True, **serve},
+        serve={"device": "cpu", "max_model_len": 512, "enforce_eager": True, **_SERVE, **serve},
         environment={**_CPU_ENVIRONMENT, **_cache_environment(folder), **environment},
         model=found,
     )

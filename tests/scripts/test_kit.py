@@ -91,7 +91,7 @@ def test_environment_has_the_wheels_this_project_and_what_the_host_has(
     assert (word, second, spare) == ("from the kit", "from a data folder", "None")
     assert version
     assert Path(where) == ROOT / "src/coldsnap/__init__.py"
-    assert engines == ["transformers"]
+    assert engines == ["transformers", "vllm"]
     assert (tmp_path / "env/bin/coldsnap").stat().st_mode & 0o111
     assert json.loads((tmp_path / "stamps/packages.json").read_text())["kit"] is True
 

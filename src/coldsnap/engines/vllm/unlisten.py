@@ -40,13 +40,13 @@ class _Tcp:
     listens: bool
 
 
-def close_own_tcp() -> int:
+def close_own_tcp(*, but_for: frozenset[int] = frozenset()) -> int:
     """Close the listening TCP sockets of this process, and its connections to itself; how many there were.
 
     A connection to anybody else stays as it is, for others to refuse. Whoever waits for one of these waits for ever.
-    For a process in which nobody will connect to it.
+    For a process in which nobody will connect to it; the descriptors ``but_for`` are left alone.
     """
-    found = list(_tcp_sockets())
+    found = [one for one in _tcp_sockets() if one.number not in but_for]
     ends = {(one.here, one.peer) for one in found}
     own = [one for one in found if one.listens or (one.peer is not None and (one.peer, one.here) in ends)]
     ports = {one.here[1] for one in own if one.listens}

@@ -58,6 +58,7 @@ __all__ = [
     "UnsafePath",
     "UsageError",
     "UserError",
+    "reason_of",
 ]
 
 
@@ -246,3 +247,10 @@ class OperationInterrupted(ColdsnapError):
 
 class InternalError(ColdsnapError):
     """A promise of our own code is broken: please report it."""
+
+
+def reason_of(error: ColdsnapError) -> str:
+    """What an error says, in one line: its message, and every problem of one that carries many."""
+    if isinstance(error, InvalidDocument | Refused):
+        return f"{error.subject}: " + "; ".join(str(problem) for problem in error.problems)
+    return error.message

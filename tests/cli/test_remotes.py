@@ -81,6 +81,31 @@ def test_proxies_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_that_need_a_network_are_left_out_offline(tmp_path: Path) -> None:
+    (tmp_path / "capsules").mkdir()
     peers = (str(tmp_path), "memory://peer")
     assert [peer.name for peer in make_remotes(peers=peers).near()] == [str(tmp_path), "memory://peer"]
     assert [peer.name for peer in make_remotes(peers=peers, offline=True).near()] == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("what", ["empty", "absent", "a file", "a broken link", "a folder of something else"])
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_peer_that_is_none_is_refused_by_name(tmp_path: Path, what: str, offline: bool) -> None:
+    peer = tmp_path / "peer"
+    if what == "a file":
+        peer.write_text("x")
+    elif what == "a broken link":
+        peer.symlink_to(tmp_path / "gone")
+    elif what == "a folder of something else":
+        (peer / "models").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"^--peer") as caught:
+        make_remotes(peers=("memory://peer", "" if what == "empty" else str(peer)), offline=offline)
+    assert caught.value.cure
+    assert what == "empty" or str(peer) in caught.value.message
+
+
+@pytest.mark.parametrize("folder", ["model-payloads", "capsules", "blobs", "manifests"])
+def test_a_folder_that_may_hold_something_is_a_peer_through_a_link_too(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "peer" / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "peer")
+    for name in ("peer", "link"):
+        assert len(make_remotes(peers=(str(tmp_path / name),)).near()) == 1

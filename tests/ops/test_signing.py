@@ -122,6 +122,15 @@ def test_damaged(loaded: LoadedArtifact, key: NewKey, damage: object) -> None:
     assert reason(loaded, key.public) == "damaged_signature"
 
 
+def test_what_is_damaged_is_told_with_field_value_and_cure(loaded: LoadedArtifact, key: NewKey) -> None:
+    path = sign_artifact(loaded, key.private).path
+    path.write_bytes(path.read_bytes().replace(b'"ed25519"', b'"none"').replace(b'"format":1', b'"format":"1"'))
+    with pytest.raises(SignatureRejected) as caught:
+        require_signature(loaded, key.public)
+    assert "algorithm: is not one of the known values (got \"none\"); use 'ed25519'" in caught.value.message
+    assert "format: " in caught.value.message
+
+
 def test_what_is_no_file_is_damaged(loaded: LoadedArtifact, key: NewKey) -> None:
     signature_path(loaded.path).mkdir()
     assert reason(loaded, key.public) == "damaged_signature"

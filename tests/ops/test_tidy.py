@@ -435,6 +435,20 @@ def test_a_signature_that_came_after_the_plan_stays(shop: Shop, tmp_path: Path) 
     assert signature.exists()
 
 
+def test_an_artifact_is_not_deleted_through_a_link(shop: Shop, tmp_path: Path) -> None:
+    """It would be the link that goes, and the descriptor would stay and name what is gone."""
+    link, between = tmp_path / "link.json", tmp_path / "between.json"
+    between.symlink_to(shop.loaded.path)
+    link.symlink_to(between)
+    with pytest.raises(UserError, match="is a link to") as caught:
+        plan_delete(shop.tools, link)
+    assert str(shop.loaded.path.resolve()) in str(caught.value.cure)
+    linked = tmp_path / "folder"
+    linked.symlink_to(shop.loaded.path.parent)
+    run_delete(shop.tools, plan_delete(shop.tools, linked / shop.loaded.path.name))
+    assert not shop.loaded.path.exists(), "a link on the way is none"
+
+
 def test_delete_of_what_is_no_artifact(shop: Shop, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read the artifact"):
         plan_delete(shop.tools, tmp_path / "absent.json")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from coldsnap.errors import UsageError
 from coldsnap.ship.access import DEFAULT_ENDPOINT, HubAccess
 from coldsnap.ship.remotes import Remotes
 from coldsnap.ship.secret import Secret
@@ -23,7 +24,17 @@ _TOKEN_BYTES = 4096
 
 
 def make_remotes(*, offline: bool = False, peers: Sequence[str] = ()) -> Remotes:
-    """``offline`` forbids the network; ``peers`` are asked before it. Nothing is opened or refused yet."""
+    """``offline`` forbids the network; ``peers`` are asked before it. No store is opened yet.
+
+    Raises UsageError for a peer that is no URL and no folder of a peer.
+    """
+    for peer in peers:
+        if not peer:
+            raise UsageError("--peer is empty", cure="name a folder or a URL, or leave it out")
+        if "://" not in peer:
+            from coldsnap.ship.peer import check_peer
+
+            check_peer(Path(peer))
     why = "--offline was given" if offline else ""
     if not why and os.environ.get("HF_HUB_OFFLINE", "").strip().lower() in _TRUE:
         why = "HF_HUB_OFFLINE is set"

@@ -24,14 +24,14 @@ from coldsnap.core.ladder import (
 from coldsnap.core.policy import WeightsMode
 from coldsnap.core.request import ActivationState, OperationRequest
 from coldsnap.core.selection import Provider
-from coldsnap.errors import ColdsnapError, InternalError, InvalidDocument, Refused
+from coldsnap.errors import ColdsnapError, InternalError, reason_of
 from coldsnap.ops.artifacts import LoadedArtifact
 from coldsnap.ops.gates import Gate, refuse_unless_open, restore_gates
 from coldsnap.ops.overlay import FoundOverlay, find_overlay
 from coldsnap.ops.providers import decide_provider
 from coldsnap.ops.tools import Tools
 
-__all__ = ["Climb", "Route", "plan_route", "reason_of"]
+__all__ = ["Climb", "Route", "plan_route"]
 
 T = TypeVar("T")
 
@@ -130,13 +130,6 @@ class Climb(Generic[T]):
             above = one.reason
             self.steps.append(LadderStep(rung=one.rung, outcome=Outcome.SKIPPED, reason=one.reason))
         raise InternalError("a restore without an open rung was not refused", cure="report this")
-
-
-def reason_of(error: ColdsnapError) -> str:
-    """What an error says, in one line: its message, and every problem of one that carries many."""
-    if isinstance(error, InvalidDocument | Refused):
-        return f"{error.subject}: " + "; ".join(str(problem) for problem in error.problems)
-    return error.message
 
 
 def _everybody_needs(gate: Gate) -> bool:

@@ -19,12 +19,12 @@ from coldsnap.core.messages import PackSource, WakeReport
 from coldsnap.core.points import reached
 from coldsnap.core.request import ActivationState, OperationRequest
 from coldsnap.core.selection import Provider
-from coldsnap.errors import ColdsnapError, InternalError
+from coldsnap.errors import ColdsnapError, InternalError, reason_of
 from coldsnap.ops.artifacts import LoadedArtifact
 from coldsnap.ops.devices import device_environment
 from coldsnap.ops.distrust import forget_proofs
 from coldsnap.ops.freezers import Freezer, freezer_for
-from coldsnap.ops.ladder import Route, reason_of
+from coldsnap.ops.ladder import Route
 from coldsnap.ops.operation import Operation
 from coldsnap.ops.planning import choose_engine, resolve_launch
 from coldsnap.ops.prepare import PreparedArtifact, make_ready

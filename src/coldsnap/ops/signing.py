@@ -22,7 +22,15 @@ from coldsnap.core.signature import (
     signature_bytes,
     statement,
 )
-from coldsnap.errors import HostError, InvalidDocument, MissingCapability, ResourceBusy, SignatureRejected, UserError
+from coldsnap.errors import (
+    HostError,
+    InvalidDocument,
+    MissingCapability,
+    ResourceBusy,
+    SignatureRejected,
+    UserError,
+    reason_of,
+)
 from coldsnap.ops.artifacts import LoadedArtifact
 from coldsnap.store.documents import read_private, write_new
 from coldsnap.store.faults import translated
@@ -133,7 +141,7 @@ def require_signature(loaded: LoadedArtifact, key: Path) -> Signed:
     try:
         signature = parse_signature(_read(path))
     except (InvalidDocument, HostError) as error:
-        message = f"{path} is no signature: {error.message}"
+        message = f"{path} is no signature: {reason_of(error)}"
         raise _rejected("damaged_signature", message, path, cure="get it again from who signed the artifact") from error
     if signature.key != name:
         message = f"{path} is by another key, {signature.key}"

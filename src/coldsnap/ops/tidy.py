@@ -102,8 +102,19 @@ def run_tidy(tools: Tools, plan: TidyPlan) -> GcReport:
 
 
 def plan_delete(tools: Tools, path: Path) -> DeletePlan:
-    """What deleting the artifact at ``path`` takes and leaves. Raises ResourceBusy while a service runs from it."""
+    """What deleting the artifact at ``path`` takes and leaves.
+
+    Raises ResourceBusy while a service runs from it, UserError for a link: the descriptor that it leads to would stay,
+    and name objects that are gone.
+    """
     loaded = load_artifact(path)
+    if path.is_symlink():
+        target = path.resolve()
+        raise UserError(
+            f"{path} is a link to {target}",
+            cure=f"delete that one: coldsnap delete {target}; the link is yours to remove",
+            facts={"path": str(path), "target": str(target)},
+        )
 
     def needed() -> tuple[References, ...]:
         # Asked again by the sweep, when no operation runs: a service may have started since the plan was made.

@@ -18,13 +18,32 @@ from itertools import islice
 from pathlib import Path
 
 from coldsnap.core.digest import Digest
+from coldsnap.errors import UsageError
 from coldsnap.ship.base import Item, Kind, Stored
 from coldsnap.ship.directory import Directory
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "check_peer"]
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _MAX_CAPSULES = 100_000
+_FOLDERS = ("model-payloads", "capsules", "blobs", "manifests")
+
+
+def check_peer(folder: Path) -> None:
+    """Raise UsageError for what holds nothing that a peer could give because it is no peer at all: a mistyped name.
+
+    One that has the folders and nothing in them is a peer. What it says later, or does not, is no reason to end.
+    """
+    try:
+        names = {one.name for one in folder.iterdir()}
+    except OSError as error:
+        why = f"cannot be looked into: {error.strerror}"
+    else:
+        if names & set(_FOLDERS):
+            return
+        why = f"has none of the folders {', '.join(_FOLDERS)}"
+    cure = "name the state root of another host, a copy of its folders, or a URL that fsspec opens; or leave it out"
+    raise UsageError(f"--peer {folder} {why}", cure=cure, facts={"peer": str(folder)})
 
 
 class Peer(Directory):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coldsnap.core.canonical import canonical_sha256
 from coldsnap.core.request import Adapter, Execution, Group, OperationRequest, Service, Worker
-from coldsnap.engines.hub import resolve_pinned
 from coldsnap.engines.interpreter import look_at
-from coldsnap.engines.local_model import resolve_local
+from coldsnap.engines.named_model import resolve_named
 from coldsnap.engines.protocol import CommandFacts, EngineSupport, Installed, ResolvedModel
 from coldsnap.engines.settings import model_source_options
 from coldsnap.engines.transformers.options import Device, command_arguments, parse_command, parse_options
@@ -34,6 +33,7 @@ class TransformersPlugin:
         default_materialize="off",
         drivers=frozenset({"host", "n580", "n610"}),
     )
+    resolve_model = staticmethod(resolve_named)
 
     def installed(self, python: str, environment: Mapping[str, str]) -> Installed:
         """See `EnginePlugin.installed`."""
@@ -60,20 +60,6 @@ class TransformersPlugin:
             return ("-m", f"{_ENTRY}.checkpoints", "random", str(folder), "--size", random), folder
         out = cache / "smollm2-135m-instruct"
         return ("-m", f"{_ENTRY}.checkpoints", "smollm2", str(out), "--cache", str(cache)), out
-
-    def resolve_model(
-        self,
-        model: str,
-        revision: str | None = None,
-        *,
-        num_threads: int = 0,
-        progress: Callable[[int], None] | None = None,
-    ) -> ResolvedModel:
-        """A folder that exists is a local checkpoint; anything else is a Hugging Face repository with a revision."""
-        folder = Path(model).expanduser()
-        if folder.is_dir():
-            return resolve_local(folder, revision=revision, num_threads=num_threads, progress=progress)
-        return resolve_pinned(model, revision)
 
     def options(self, serve: Mapping[str, object]) -> dict[str, object]:
         """See `EnginePlugin.options`."""

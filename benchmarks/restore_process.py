@@ -1,9 +1,10 @@
 """How long a large process tree takes to come back: stock CRIU beside memory that is put back by many threads.
 
-    python -m benchmarks.restore_process [--gib N] [--processes N] [--tmpfs DIR] [--rounds N] [--out FILE]   as root
+    python -m benchmarks.restore_process [--gib N] [--common N] [--processes N] [--tmpfs DIR] [--rounds N] [--out FILE]
 
-The tree is ``--processes`` Python processes that together have touched ``--gib`` GiB of anonymous memory, each page of
-it different. As in an engine, the first has most of it: the others share an eighth. It is frozen twice: once with
+As root. The tree is ``--processes`` Python processes that together have touched ``--gib`` GiB of anonymous memory, each
+page of it different. As in an engine, the first has most of it: the others share an eighth. ``--common`` GiB more were
+touched before the fork, so that all of them have these. It is frozen twice: once with
 everything in CRIU's images, once as coldsnap does it. Both images are in ``--tmpfs``, and proved, as those of a
 prepared capsule are. Then the two are restored in turn. "Total" is the call, with a unit's init and its
 namespaces; "memory" is CRIU and what comes after it until the tree runs. The trees of the first round must have the
@@ -41,23 +42,28 @@ DEADLINE_S = 300.0
 _GIB = 1 << 30
 _MIB = 1 << 20
 
-# Children first, so that no memory is shared; each page is different from all others of its process.
+# Children before most of the memory, so that only what is meant to be is shared; each page of a process differs.
 _TREE = """
 import mmap, os, signal, sys, zlib
-fifo, sizes = sys.argv[1], [int(size) for size in sys.argv[2:]]
+fifo, common_bytes, sizes = sys.argv[1], int(sys.argv[2]), [int(size) for size in sys.argv[3:]]
+def touched(size, seed):
+    if not size:
+        return b""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = os.urandom(1 << 20)
+    for start in range(0, size, 1 << 20):
+        memory[start : start + (1 << 20)] = block
+    for start in range(0, size, 4096):
+        memory[start : start + 8] = (start << 8 | seed).to_bytes(8, "little")
+    return memory
+common = touched(common_bytes, 255)
 ready, tell = os.pipe()
 number = 0
 for child in range(1, len(sizes)):
     if os.fork() == 0:
         number = child
         break
-each = sizes[number]
-memory = mmap.mmap(-1, each, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-block = os.urandom(1 << 20)
-for start in range(0, each, 1 << 20):
-    memory[start : start + (1 << 20)] = block
-for start in range(0, each, 4096):
-    memory[start : start + 8] = (start << 8 | number).to_bytes(8, "little")
+memory = touched(sizes[number], number)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 os.write(tell, b".")
 if number == 0:
@@ -67,7 +73,7 @@ if number == 0:
     os.close(os.open(fifo, os.O_WRONLY))
 while True:
     signal.sigwait([signal.SIGUSR1])
-    os.write(1, b"sum %d %d\\n" % (number, zlib.crc32(memory)))
+    os.write(1, b"sum %d %d\\n" % (number, zlib.crc32(memory, zlib.crc32(common))))
 """
 
 
@@ -132,7 +138,8 @@ def measure(units: LinuxUnits, options: argparse.Namespace, disk: Path, tmpfs: P
     sizes = _sizes(int(options.gib * 1024), options.processes)
     fifo = disk / "ready"
     os.mkfifo(fifo)
-    command = (sys.executable, "-I", "-S", "-c", _TREE, str(fifo), *map(str, sizes))
+    common_bytes = int(options.common * 1024) * _MIB
+    command = (sys.executable, "-I", "-S", "-c", _TREE, str(fifo), *map(str, (common_bytes, *sizes)))
     unit = units.launch(UnitSpec(unit="bench", log_path=disk / "log", command=command), deadline_s=DEADLINE_S)
     running = [unit]
     samples: dict[str, list[float]] = {}
@@ -169,6 +176,7 @@ def measure(units: LinuxUnits, options: argparse.Namespace, disk: Path, tmpfs: P
     return {
         "touched_bytes": sum(sizes),
         "process_bytes": sizes,
+        "common_bytes": common_bytes,
         "image_bytes": {name: report.bytes for name, report in reports.items()},
         "freeze_seconds": {name: {"total": one.seconds, **one.phases} for name, one in reports.items()},
         "total_seconds": {name: summary(values) for name, values in totals.items()},
@@ -184,17 +192,19 @@ def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--gib", type=float, default=1.5, help="memory that the tree has touched (default: 1.5)")
+    parser.add_argument("--common", type=float, default=0.0, help="GiB that all have since the fork (default: 0)")
     parser.add_argument("--processes", type=int, default=2, help="in the tree (default: 2)")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="where the images are")  # noqa: S108
     options = parser.parse_args()
     if options.quick:
         options.gib = min(options.gib, 0.125)
+        options.common = min(options.common, 0.125)
     options.rounds = options.rounds or (2 if options.quick else 9)
     units = LinuxUnits()
     free_bytes = shutil.disk_usage(options.tmpfs).free
-    if free_bytes < (needed := int(2.1 * options.gib * _GIB)):
+    if free_bytes < (needed := int(2.1 * (options.gib + options.processes * options.common) * _GIB)):
         raise SystemExit(
-            f"{options.tmpfs} has {free_bytes} bytes free and the images take {needed}; see --tmpfs, --gib"
+            f"{options.tmpfs} has {free_bytes} bytes free and the images take {needed}; see --tmpfs, --gib, --common"
         )
     with (
         tempfile.TemporaryDirectory(prefix="coldsnap-bench-") as disk,

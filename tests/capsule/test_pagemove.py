@@ -136,21 +136,15 @@ def test_the_page_of_a_restartable_sequence_stays(tmp_path: Path) -> None:
     assert _staying(tmp_path, 5) == {_BASE + 100 * _P: memory[100 * _P : 101 * _P]}
 
 
-def test_what_a_child_has_of_its_parent_stays_with_both(tmp_path: Path) -> None:
-    common, ours, theirs = _noise(4 * _MIB, 1), bytearray(), bytearray()
-    ours += common[: 3 * _MIB] + _noise(_MIB, 2)
-    theirs += common[:_MIB] + _noise(_MIB, 3) + common[2 * _MIB : 3 * _MIB - _P] + _noise(_P, 4) + _noise(_MIB, 5)
-    theirs[_MIB + 7 * _P : _MIB + 8 * _P] = bytes(_P)
-    _write(
-        tmp_path,
-        _Process(pid=5, memory=bytes(ours)),
-        _Process(pid=6, memory=bytes(theirs), parent=5),
-        _Process(pid=7, memory=bytes(theirs), parent=5),
-    )
-    moved = {one.pid: sorted(one.pieces) for one in move_pages(tmp_path).memory}
-    second, fourth = (_BASE + _MIB, _MIB), (_BASE + 3 * _MIB, _MIB)
-    assert moved == {5: [second, fourth], 6: [second, fourth], 7: [second, fourth]}
-    assert _staying(tmp_path, 5).keys() == _staying(tmp_path, 6).keys()
+def test_what_a_child_has_of_its_parent_goes_from_both(tmp_path: Path) -> None:
+    ours = _noise(2 * _MIB, 1)
+    theirs = ours[:_MIB] + bytes(_MIB)
+    _write(tmp_path, _Process(pid=5, memory=ours), _Process(pid=6, memory=theirs, parent=5))
+    moved = {one.pid: one.pieces for one in move_pages(tmp_path).memory}
+    assert moved == {5: ((_BASE, 2 * _MIB),), 6: ((_BASE, _MIB),)}
+    assert (tmp_path / "runs-5.bin").read_bytes() == ours
+    assert (tmp_path / "runs-6.bin").read_bytes() == ours[:_MIB]
+    assert _staying(tmp_path, 5) == _staying(tmp_path, 6) == {}
 
 
 def _without_tree(folder: Path) -> None:

@@ -12,10 +12,7 @@ from coldsnap.capsule.criuimages import PAGE_BYTES, Mapping, PageMap, PageRun
 from coldsnap.capsule.pageruns import (
     ZERO_BYTES,
     Part,
-    Span,
-    inherited,
     lay_out,
-    overlaps,
     private_parts,
     remaining,
     split_zeros,
@@ -88,22 +85,6 @@ def test_pages_outside_every_mapping_stay_and_count() -> None:
 def test_a_page_that_the_kernel_writes_to_stays() -> None:
     kept = [(12 * _P + 100, 12 * _P + 132), (14 * _P - 1, 14 * _P + 1), (0, 0)]
     assert private_parts(_map(_run(10, 8)), [_mapping(10, 20)], kept) == (_part(10, 2), _part(15, 3, 5))
-
-
-def test_what_a_child_may_have_from_its_parent_has_the_same_bounds() -> None:
-    parent = [_mapping(10, 20), _mapping(20, 30), _mapping(40, 50)]
-    child = [_mapping(10, 20), _mapping(20, 29), _mapping(40, 50, protection=1)]
-    assert inherited(child, parent) == ((10 * _P, 20 * _P), (40 * _P, 50 * _P))
-
-
-def test_overlaps_are_cut_to_both_and_to_the_spans() -> None:
-    mine, theirs = [_part(10, 10), _part(30, 10, 10)], [_part(5, 10), _part(18, 20, 10)]
-    spans: list[Span] = [(0, 12 * _P), (19 * _P, 32 * _P)]
-    assert list(overlaps(mine, theirs, spans)) == [
-        (_part(10, 2), _part(10, 2, 5)),
-        (_part(19, 1, 9), _part(19, 1, 11)),
-        (_part(30, 2, 10), _part(30, 2, 22)),
-    ]
 
 
 def test_blocks_of_zeros_are_dropped_where_nothing_is_under_them() -> None:

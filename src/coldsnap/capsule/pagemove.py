@@ -1,26 +1,27 @@
 """Taking large runs of memory out of the images that CRIU has just written; `pageruns` decides which, and why.
 
-All processes are judged before a byte moves, since whether a page is shared shows only by comparing the two. A
-process whose images are not understood, as a newer CRIU may write them, keeps its memory in them: slower, and right.
+A process whose images are not understood, as a newer CRIU may write them, keeps its memory in them: slower, and right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from coldsnap.capsule import criuimages, pageruns
 from coldsnap.capsule.aside import num_cores
-from coldsnap.capsule.criuimages import PAGE_BYTES, BadImage, PageMap
+from coldsnap.capsule.criuimages import BadImage, PageMap
 from coldsnap.capsule.dumped import PROVED_BYTES, MovedMemory
 from coldsnap.capsule.pageruns import Part, Span
 
@@ -30,7 +31,6 @@ _CORE = re.compile(r"^core-\d+\.img$")
 _BLOCK_BYTES: Final = 1 << 20
 _LOOK_BYTES: Final = 64
 _ZEROS: Final = bytes(pageruns.ZERO_BYTES)
-_ZERO_PAGE: Final = bytes(PAGE_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +45,12 @@ class MovedPages:
     left: Mapping[int, str]
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Process:
-    """One process: ``parts`` of its memory are ordinary, ``held`` of these could go, and ``zeros`` hold nothing."""
+    """One process: ``held`` of its memory goes, and ``zeros`` hold nothing."""
 
     pid: int
     pagemap: PageMap
-    mappings: tuple[criuimages.Mapping, ...]
-    pages: mmap.mmap
-    parts: tuple[Part, ...]
     held: tuple[Part, ...]
     zeros: tuple[Part, ...]
 
@@ -74,27 +71,17 @@ def move_pages(images_dir: Path, *, pace: Callable[[], object] = lambda: None) -
     except BadImage as error:
         return MovedPages(memory=(), stopped=(), left={0: str(error)})
     kept = [(core.start, core.start + core.size) for core in cores.values()]
-    processes: dict[int, _Process] = {}
-    with ExitStack() as stack:
-        for pid in parents:
-            if (images_dir / f"pagemap-{pid}.img").exists():  # a zombie has none
-                try:
-                    process = _read(images_dir, pid, kept, stack, pace)
-                except BadImage as error:
-                    left[pid] = str(error)
-                else:
-                    if process is not None:
-                        processes[pid] = process
-        shared = {pid: list(_shared(process, processes, parents, pace)) for pid, process in processes.items()}
     memory = []
-    for pid, process in processes.items():
-        spans = [
-            *shared[pid],
-            *(span for child, parent in parents.items() if parent == pid for span in shared.get(child, ())),
-        ]
-        moved = [part for part in pageruns.without(process.held, spans) if part.size]
-        if moved or process.zeros:
-            pieces = _move(images_dir, process, moved)
+    for pid in parents:
+        if not (images_dir / f"pagemap-{pid}.img").exists():  # a zombie has none
+            continue
+        try:
+            process = _read(images_dir, pid, kept, pace)
+        except BadImage as error:
+            left[pid] = str(error)
+            continue
+        if process.held or process.zeros:
+            pieces = _move(images_dir, process)
             pace()
             if pieces:
                 memory.append((pid, pieces))
@@ -109,77 +96,41 @@ def move_pages(images_dir: Path, *, pace: Callable[[], object] = lambda: None) -
     )
 
 
-def _read(
-    images_dir: Path, pid: int, kept: Sequence[Span], stack: ExitStack, pace: Callable[[], object]
-) -> _Process | None:
+def _read(images_dir: Path, pid: int, kept: Sequence[Span], pace: Callable[[], object]) -> _Process:
     try:
         pagemap = criuimages.read_pagemap((images_dir / f"pagemap-{pid}.img").read_bytes())
         mappings = criuimages.read_mappings((images_dir / f"mm-{pid}.img").read_bytes())
     except FileNotFoundError as error:
         raise BadImage(f"there is no {error.filename}") from error
     size = sum(run.size for run in pagemap.runs)
-    if not size:
-        return None
+    held: list[Part] = []
+    zeros: list[Part] = []
     with (images_dir / f"pages-{pagemap.pages_id}.img").open("rb") as file:
         if os.fstat(file.fileno()).st_size != size:
             raise BadImage(f"{file.name} has not the {size} bytes of its pagemap")
-        pages = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-    def is_zero(offset: int, length: int) -> bool:
-        # Most blocks differ in their first bytes, and then nothing is copied to be compared.
-        return (
-            pages[offset : offset + _LOOK_BYTES] == _ZEROS[:_LOOK_BYTES] and pages[offset : offset + length] == _ZEROS
-        )
-
-    held: list[Part] = []
-    zeros: list[Part] = []
-    parts = pageruns.private_parts(pagemap, mappings, kept)
-    for part in parts:
-        full, empty = pageruns.split_zeros(part, is_zero)
-        zeros += empty
-        if part.size >= pageruns.RUN_BYTES:
-            held += full
-        pace()
-    return _Process(
-        pid=pid,
-        pagemap=pagemap,
-        mappings=mappings,
-        pages=pages,
-        parts=parts,
-        held=tuple(held),
-        zeros=tuple(zeros),
-    )
+        parts = pageruns.private_parts(pagemap, mappings, kept)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else contextlib.nullcontext(b"") as pages:
+            for part in parts:
+                full, empty = pageruns.split_zeros(part, partial(_is_zero, pages))
+                zeros += empty
+                if part.size >= pageruns.RUN_BYTES:
+                    held += full
+                pace()
+    return _Process(pid=pid, pagemap=pagemap, held=tuple(held), zeros=tuple(zeros))
 
 
-def _shared(
-    child: _Process, processes: Mapping[int, _Process], parents: Mapping[int, int], pace: Callable[[], object]
-) -> Iterator[Span]:
-    """Blocks of a child's memory in which it has a page in common with its parent, at the same address."""
-    parent = processes.get(parents[child.pid])
-    if parent is None:
-        return
-    for mine, theirs in pageruns.overlaps(
-        child.parts, parent.parts, pageruns.inherited(child.mappings, parent.mappings)
-    ):
-        for at in range(0, mine.size, _BLOCK_BYTES):
-            size = min(_BLOCK_BYTES, mine.size - at)
-            one = child.pages[mine.offset + at : mine.offset + at + size]
-            two = parent.pages[theirs.offset + at : theirs.offset + at + size]
-            if one == two or any(
-                one[page : page + PAGE_BYTES] == two[page : page + PAGE_BYTES] != _ZERO_PAGE
-                for page in range(0, size, PAGE_BYTES)
-            ):
-                yield mine.address + at, mine.address + at + size
-            pace()
+def _is_zero(pages: mmap.mmap | bytes, offset: int, length: int) -> bool:
+    # Most blocks differ in their first bytes, and then nothing is copied to be compared.
+    return pages[offset : offset + _LOOK_BYTES] == _ZEROS[:_LOOK_BYTES] and pages[offset : offset + length] == _ZEROS
 
 
-def _move(images_dir: Path, process: _Process, moved: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+def _move(images_dir: Path, process: _Process) -> tuple[tuple[int, int], ...]:
     """Rewrite one process's images; what its runs file holds, in order."""
     pages = images_dir / f"pages-{process.pagemap.pages_id}.img"
     runs = images_dir / f"runs-{process.pid}.bin"
     aside = images_dir / f"pages-{process.pagemap.pages_id}.new"
-    plan = pageruns.lay_out(sum(run.size for run in process.pagemap.runs), moved, process.zeros)
-    left = pageruns.remaining(process.pagemap, (*moved, *process.zeros))
+    plan = pageruns.lay_out(sum(run.size for run in process.pagemap.runs), process.held, process.zeros)
+    left = pageruns.remaining(process.pagemap, (*process.held, *process.zeros))
     with pages.open("r+b", buffering=0) as old, open(aside, "xb", buffering=0, opener=_private) as new:
         target = 0
         for offset, size in plan.staying:

@@ -7,7 +7,11 @@ CRIU restores memory in one thread, at 1.3 to 1.5 GB/s. So the large runs of a p
   pages of ``RUN_BYTES`` or more. Memory that is read-only comes back by CRIU, which writes before it protects; so do
   stacks that grow, huge-page mappings, and whatever has a status we do not know.
 - No page that a thread shares with the kernel for restartable sequences: CRIU and the kernel write there last.
-- No page that a child still shares with its parent: CRIU makes the two share it again, and we could not.
+
+Pages that a child has in common with its parent since the fork go too, from both. CRIU would make the two share them
+again, at its slowest: it reads the child's one page a call, to compare it with the parent's. We cannot, so each
+restored tree costs that memory once more. It makes no difference to CRIU which of the two has a page in its images:
+before it fills a child it takes away what the child inherited and its pagemap does not name.
 
 Pages of zeros are nothing at all in an anonymous mapping: whole blocks of ``ZERO_BYTES`` of them are dropped. (In a
 private mapping of a file a dropped page would show the file, so there they are pages like any other.)
@@ -31,7 +35,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -44,9 +48,7 @@ __all__ = [
     "Layout",
     "Part",
     "Span",
-    "inherited",
     "lay_out",
-    "overlaps",
     "private_parts",
     "remaining",
     "split_zeros",
@@ -167,28 +169,6 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
         else:
             joined.append((start, end))
     return joined
-
-
-def inherited(mappings: Sequence[Mapping], parents: Sequence[Mapping]) -> tuple[Span, ...]:
-    """The mappings that a child may have from its parent, as CRIU sees it: those with the same bounds, by address."""
-    bounds = {(mapping.start, mapping.end) for mapping in parents}
-    return tuple((one.start, one.end) for one in mappings if (one.start, one.end) in bounds)
-
-
-def overlaps(parts: Sequence[Part], others: Sequence[Part], spans: Sequence[Span]) -> Iterator[tuple[Part, Part]]:
-    """Cuts of two lists of parts that lie at the same addresses, and in one of the spans; all three are by address."""
-    ends = [part.end for part in others]
-    span_ends = [end for _, end in spans]
-    for part in parts:
-        for other in others[bisect_right(ends, part.address) :]:
-            if other.address >= part.end:
-                break
-            low, high = max(part.address, other.address), min(part.end, other.end)
-            for start, end in spans[bisect_right(span_ends, low) :]:
-                if start >= high:
-                    break
-                first, last = max(start, low), min(end, high)
-                yield part.cut(first, last), other.cut(first, last)
 
 
 def split_zeros(part: Part, is_zero: Callable[[int, int], bool]) -> tuple[list[Part], list[Part]]:

@@ -234,6 +234,7 @@ def refused(sources: list[CapsuleFile], path: str) -> InvalidDocument:
         "half\ud800",
         "index.json",
         "prepared.json",
+        "workers/w0/weights.blob.coldsnap-validation.json",
         "x" * 256,
         "/".join("y" * 100 for _ in range(11)),
         "process/pages-1.img",  # there already

@@ -310,6 +310,7 @@ INDEX_CHANGES: dict[str, tuple[Callable[[Tree], Any], str]] = {
     "twice": (lambda tree: tree["files"].append(tree["files"][-1]), ".path"),
     "unsorted": (lambda tree: tree["files"].reverse(), ".path"),
     "own name": (lambda tree: first(tree).update(path="prepared.json"), ".path"),
+    "own record": (lambda tree: first(tree).update(path="process/a.img.coldsnap-validation.json"), ".path"),
     "one too few": (lambda tree: first(tree).update(stored_bytes=[]), ".stored_bytes"),
     "huge": (lambda tree: first(tree).update(bytes=1 << 47), ".stored_bytes"),
     "beyond": (lambda tree: first(tree).update(bytes=1 << 60), ".bytes"),

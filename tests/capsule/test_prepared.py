@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from coldsnap.capsule.image import CACHE_SEED, PROCESS_IMAGE, CapsuleFile, CapsuleImage, write_capsule
+from coldsnap.capsule.image import CACHE_SEED, PROCESS_IMAGE, RESIDUAL, CapsuleFile, CapsuleImage, write_capsule
 from coldsnap.capsule.prepared import RECORD_NAME, Prepared, ensure_prepared, is_prepared
 from coldsnap.core.digest import Digest
 from coldsnap.core.owners import Owner
 from coldsnap.errors import OperationInterrupted, PayloadRejected, Refused, ResourceBusy
+from coldsnap.store.admission import admit_file, is_proved, record_path
 from coldsnap.store.locks import hold
 from coldsnap.store.stateroot import StateRoot
 
@@ -27,9 +28,11 @@ CONTENTS = {
     ("process/pages-1.img", PROCESS_IMAGE): random.Random(1).randbytes(1_000_000),
     ("process/inventory.img", PROCESS_IMAGE): b"inventory",
     ("workers/w0/native-manifest.json", "native-manifest"): b"{}",
+    ("workers/w0/weights.blob", RESIDUAL): random.Random(2).randbytes(500_000),
     ("cache/a/b/seed.py", CACHE_SEED): b"print(1)\n",
 }
 PAGES = "process/pages-1.img"
+BLOB = "workers/w0/weights.blob"
 
 
 class Kit:
@@ -56,6 +59,7 @@ class Kit:
             str(path.relative_to(self.folder)): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()
         }
         found.pop(RECORD_NAME)
+        found.pop(str(record_path(Path(BLOB))), None)
         assert found == self.contents
         assert [path.name for path in self.state.prepared.iterdir()] == [self.folder.name]
 
@@ -119,6 +123,49 @@ def change_record(change: Callable[[dict[str, object]], object]) -> Callable[[Pa
         path.write_text(json.dumps(tree))
 
     return apply
+
+
+def blob_is_proved(kit: Kit) -> bool:
+    size, digest = kit.expected[BLOB]
+    return is_proved(kit.folder / BLOB, digest, size)
+
+
+def test_a_residual_has_a_record_that_an_engine_can_believe(kit: Kit) -> None:
+    kit.ensure()
+    size, digest = kit.expected[BLOB]
+    with admit_file(kit.folder / BLOB, digest, size) as admitted:
+        assert admitted.from_record
+    records = [path for path in kit.folder.rglob("*") if path.name.endswith(record_path(Path(BLOB)).name)]
+    assert records == [record_path(kit.folder / BLOB)]
+
+
+@pytest.mark.parametrize("spoil", [rewrite, same_size_and_time, to_link, cut, touch_later])
+def test_a_residual_that_was_touched_has_no_record_until_it_is_unpacked_again(
+    kit: Kit, spoil: Callable[[Path], object]
+) -> None:
+    kit.ensure()
+    spoil(kit.folder / BLOB)
+    assert not blob_is_proved(kit)
+    kit.ensure()
+    assert blob_is_proved(kit)
+
+
+def test_a_folder_whose_record_is_not_believed_loses_that_of_its_residual(kit: Kit) -> None:
+    """What distrusts a capsule removes `prepared.json` alone."""
+    kit.ensure()
+    before = os.lstat(record_path(kit.folder / BLOB)).st_ino
+    os.link(record_path(kit.folder / BLOB), kit.state.path / "kept")  # so that its number is not used again
+    (kit.folder / RECORD_NAME).unlink()
+    kit.ensure()
+    assert os.lstat(record_path(kit.folder / BLOB)).st_ino != before
+    assert blob_is_proved(kit)
+
+
+def test_a_residual_without_its_record_does_not_unpack_the_capsule_again(kit: Kit) -> None:
+    """The engine proves it then, once."""
+    kit.ensure()
+    record_path(kit.folder / BLOB).unlink()
+    assert kit.ensure().from_record
 
 
 @pytest.mark.parametrize(

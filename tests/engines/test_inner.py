@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,11 +43,14 @@ from coldsnap.errors import (
     IntegrityError,
     InternalError,
     OperationInterrupted,
+    PayloadRejected,
     ResourceBusy,
     UsageError,
     UserError,
 )
 from coldsnap.hydrate.host import HostMemory
+from coldsnap.store import admission
+from coldsnap.store.admission import record_path
 from coldsnap.testing.checkpoint import write_checkpoint
 from coldsnap.testing.engine import FakeEngine
 from coldsnap.testing.engine_harness import Driven, driven, free_port, post
@@ -339,6 +343,11 @@ def native(exported: Exported) -> NativeManifest:
     return parse_native_manifest(Path(exported.native_manifest.path).read_bytes())
 
 
+def residual_of(exported: Exported) -> Path:
+    assert exported.residual is not None
+    return Path(exported.residual.path)
+
+
 class TestWake:
     """Refusals of `wake`; each leaves the worker asleep and able to wake."""
 
@@ -374,6 +383,57 @@ class TestWake:
         damaged.write_bytes(data)
         with pytest.raises(IntegrityError, match=r"damaged\.blob"):
             live.wake(exported, residual=str(damaged))
+
+    def test_a_residual_is_proved_once(self, asleep: tuple[Driven, Exported], monkeypatch: pytest.MonkeyPatch) -> None:
+        live, exported = asleep
+        path = residual_of(exported)
+        assert not record_path(path).exists()
+        live.wake(exported)
+        live.sleep()
+        with monkeypatch.context() as patched:
+            patched.setattr(admission, "digest_of_file", lambda *_: pytest.fail("proved twice"))
+            live.wake(exported)
+        live.sleep()
+
+    def test_a_residual_that_was_proved_and_then_damaged(self, asleep: tuple[Driven, Exported]) -> None:
+        live, exported = asleep
+        path = residual_of(exported)
+        live.wake(exported)
+        live.sleep()
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        with pytest.raises(PayloadRejected, match=path.name) as caught:
+            live.wake(exported)
+        assert caught.value.reason == "digest_mismatch"
+        path.write_bytes(whole)
+
+    def test_a_residual_whose_times_were_put_back_is_believed(self, asleep: tuple[Driven, Exported]) -> None:
+        """As a pack is: a record says that the file was not touched, and who can say otherwise is us, or the disk."""
+        live, exported = asleep
+        path = residual_of(exported)
+        live.wake(exported)
+        before = live.contents()
+        live.sleep()
+        whole, found = path.read_bytes(), path.stat()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+        live.wake(exported)
+        assert live.contents() != before
+        live.sleep()
+        path.write_bytes(whole)
+
+    def test_a_place_that_takes_no_record(self, asleep: tuple[Driven, Exported]) -> None:
+        live, exported = asleep
+        path = residual_of(exported)
+        (record_path(path) / "in the way").mkdir(parents=True)
+        for _ in range(2):
+            live.wake(exported)
+            live.sleep()
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(PayloadRejected, match=path.name):
+            live.wake(exported)
+        path.write_bytes(whole)
 
     def test_a_checkpoint_with_other_headers(self, asleep: tuple[Driven, Exported], tmp_path: Path) -> None:
         live, exported = asleep

@@ -53,6 +53,19 @@ def test_a_pack_that_changed_silently_is_found_after_the_answers_differed(shop: 
     assert caught.value.reason == "digest_mismatch"
 
 
+def test_a_residual_that_changed_silently_is_unpacked_again_after_the_answers_differed(shop: Shop) -> None:
+    folder = prepared_of(shop)
+    residual = folder / "workers" / "w0" / "weights.blob"
+    good = residual.read_bytes()
+    change_silently(residual, good.index(bytes([3, 10, 17, 24])))  # where the engine's table begins
+    found = {proof.subject: proof.problems for proof in verify_artifact(shop.tools, shop.loaded)}
+    assert [problem.field for problem in found["prepared copy of u0"]] == ["prepared workers/w0/weights.blob"]
+    with pytest.raises(AcceptanceFailed):  # the record was believed, and the answers told
+        shop.restore("restore-1")
+    assert shop.restore("restore-2").rung == "native"
+    assert residual.read_bytes() == good
+
+
 def test_an_image_that_changed_silently_is_unpacked_again_after_the_tree_did_not_come_back(shop: Shop) -> None:
     folder = prepared_of(shop)
     image = next(path for path in sorted((folder / "process").iterdir()) if path.stat().st_size)

@@ -15,7 +15,7 @@ from coldsnap.core.digest import Digest
 from coldsnap.core.validation import Evidence, parse_validation_record
 from coldsnap.errors import HostError, InvalidDocument, OperationInterrupted, PayloadRejected
 from coldsnap.store import admission, proof
-from coldsnap.store.admission import admit_file, record_path
+from coldsnap.store.admission import admit_file, is_proved, record_path, remember
 from coldsnap.store.proof import CHUNK_BYTES, FileExtent
 
 DATA = b"coldsnap" * 1500  # 12,000 bytes; as extents: 5000, padding, 4096, 2904 would not fit its size
@@ -284,17 +284,34 @@ class TestRecord:
     def test_a_file_written_this_very_moment_is_proved_a_tick_later(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        now = path.stat().st_mtime_ns + 5_000_000
-        waited: list[float] = []
-        monkeypatch.setattr(time, "time_ns", lambda: now)
-        monkeypatch.setattr(time, "sleep", waited.append)
+        waited = stopped_clock(monkeypatch, path.stat().st_mtime_ns + 5_000_000)
         with admit_file(path, DIGEST, len(FILE)):
             pass
-        assert waited == [pytest.approx(0.015)]
-        now += 1_000_000_000
+        assert waited == [pytest.approx(0.015, rel=0.01)]
         with admit_file(path, DIGEST, len(FILE), record=False):
             pass
         assert len(waited) == 1
+
+    def test_what_was_proved_while_it_was_written_is_remembered_a_tick_later(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waited = stopped_clock(monkeypatch, path.stat().st_mtime_ns + 5_000_000)
+        with path.open("rb") as file:
+            assert remember(path, file.fileno(), DIGEST, Evidence.FULL_SHA256, provider="native")
+        assert waited == [pytest.approx(0.015, rel=0.01)]
+        assert is_proved(path, DIGEST, len(FILE))
+
+
+def stopped_clock(monkeypatch: pytest.MonkeyPatch, now_ns: int) -> list[float]:
+    """A wall clock that only sleeping moves; how long was slept."""
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns + round(1e9 * sum(waited)))
+    monkeypatch.setattr(time, "sleep", sleep)
+    return waited
 
 
 class TestTurn:

@@ -22,6 +22,7 @@ from coldsnap.core.names import path_fault as clean_path_fault
 from coldsnap.core.owners import Owner
 from coldsnap.core.parsing import Record, parsed, rule
 from coldsnap.core.paths import show
+from coldsnap.core.validation import VALIDATION_SUFFIX
 from coldsnap.errors import Problem
 
 __all__ = [
@@ -218,4 +219,5 @@ def path_fault(path: str) -> str | None:
         return f"is longer than {_MAX_PATH_BYTES} bytes, or a part of it than {_MAX_NAME_BYTES}"
     if any(letter < 32 or letter == 127 for letter in raw):
         return "holds control characters"
-    return "is a name that coldsnap keeps for itself" if path in RESERVED_PATHS else None
+    ours = path in RESERVED_PATHS or path.endswith(VALIDATION_SUFFIX)
+    return "is a name that coldsnap keeps for itself" if ours else None

@@ -8,7 +8,10 @@ Unpacking proves every byte and costs about a second a gigabyte; `prepared.json`
 and modification time of each file then, and is part of the folder that is renamed into place at the end. While all
 of them are still what they were, a restore starts at once, at the price of one lstat a file. Anything
 else, a missing or a touched file, an exchanged folder, an unreadable record, and the folder is thrown away and
-unpacked again. Nothing may write below it.
+unpacked again. Nothing may write below it but validation records.
+
+A residual is read by the engine's process, which knows nothing of capsules. So it gets a validation record too, as a
+pack has one, and a wake need not hash it.
 
 One process unpacks a capsule at a time; what a killed one left is removed by the next.
 """
@@ -31,13 +34,16 @@ from coldsnap.capsule.index import CapsuleIndex, path_fault
 from coldsnap.capsule.layers import Progress
 from coldsnap.capsule.layout import DOCUMENT_LIMIT_BYTES
 from coldsnap.capsule.opened import open_capsule
+from coldsnap.capsule.roles import RESIDUAL
 from coldsnap.capsule.unpack import Expected, check_expected, unpack_into
 from coldsnap.core.canonical import canonical_json
 from coldsnap.core.digest import Digest
 from coldsnap.core.names import Items
 from coldsnap.core.parsing import Record, parse_document
 from coldsnap.core.points import reached
+from coldsnap.core.validation import Evidence
 from coldsnap.errors import HostError, InvalidDocument
+from coldsnap.store.admission import remember
 from coldsnap.store.documents import read_private
 from coldsnap.store.locks import hold
 from coldsnap.store.stateroot import StateRoot
@@ -135,6 +141,7 @@ def ensure_prepared(
             reached("prepare.unpacked")
             record = PreparedRecord(capsule=digest, files=_identities(aside, capsule.index))
             _wait_for_the_clock(record.files)
+            _remember_residuals(aside, capsule.index)
             write_file(aside / RECORD_NAME, canonical_json(record.model_dump(mode="json")) + b"\n")
             reached("prepare.recorded")
     return Prepared(path=folder, files=record.files, from_record=False)
@@ -212,6 +219,15 @@ def _identities(folder: Path, index: CapsuleIndex) -> tuple[PreparedFile, ...]:
             )
         )
     return tuple(files)
+
+
+def _remember_residuals(folder: Path, index: CapsuleIndex) -> None:
+    """Leave the records that the workers believe. The caller has proved every file, and let the clock tick."""
+    for file in index.files:
+        if file.role == RESIDUAL:
+            path = folder / file.path
+            with path.open("rb", buffering=0) as residual:
+                remember(path, residual.fileno(), file.sha256, Evidence.FULL_SHA256, provider="native")
 
 
 def _wait_for_the_clock(files: Iterable[PreparedFile]) -> None:

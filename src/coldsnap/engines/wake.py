@@ -2,8 +2,9 @@
 
 Before a page is mapped, the manifest's allocations are compared with this process's own, and files are opened
 and proved. In a process whose model was built again elsewhere, a `Relocation` first gives the manifest its addresses.
-A pack and a residual are admitted whole (a validation record counts for the pack). A checkpoint is bound by its pinned
-identity, and each extent is verified against the capture's digest as it arrives (`recovery`).
+A pack and a residual are admitted whole, or by a validation record of that very file, which a first proof leaves. A
+checkpoint is bound by its pinned identity, and each extent is verified against the capture's digest as it arrives
+(`recovery`).
 Whoever calls this unmaps when it raises; then it can be called again.
 """
 
@@ -175,7 +176,6 @@ class _Wake:
                     num_threads=self._body.num_threads,
                     progress=advance,
                     cancel=cancel,
-                    record=False,
                 )
             )
 
@@ -198,7 +198,7 @@ class _Wake:
                 facts={"given": str(digest), "expected": str(blob.sha256)},
             )
         with timed(self._seconds, "admit_residual"):
-            return files.enter_context(admit_file(path, digest, blob.bytes, cancel=self._call.cancelled, record=False))
+            return files.enter_context(admit_file(path, digest, blob.bytes, cancel=self._call.cancelled))
 
     def _remap(self) -> None:
         reached("worker.admitted")

@@ -3,7 +3,7 @@
 A record says that a file was proved and has kept its device, inode, size and modification time. A disk that returns
 other bytes, or a hand that puts the time back, keeps all four. So when a tree does not come back, or answers
 differently, the records of its capsules and packs go: the next prepare reads every byte again, and unpacks or
-refuses what is damaged.
+refuses what is damaged. A prepared folder goes whole then, with the validation records of its residuals.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The file is opened once, following no link, and stays open for whoever uses it: what was proved is what is
 read, whatever happens to the name. Its identity (device, inode, size, mtime) is read before and after the
 proof. A change in the same clock tick as the file's last one would leave mtime as it was; so a proof of a
-file that is younger than a tick waits until it is older.
+file that is younger than a tick waits until it is older, and so does the record of one.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def content_identity(fd: int) -> ContentIdentity:
 
 def remember(path: Path, fd: int, digest: Digest, evidence: Evidence, *, provider: str) -> bool:
     """Write the record of a proof just made of ``fd``. False when the place takes none: the proof still holds."""
+    _wait_for_the_clock(fd)
     identity = content_identity(fd)
     record = ValidationRecord(
         provider=provider,

@@ -1,7 +1,7 @@
 """The folder that an export made by hand lies in: one folder a worker, with one model's export in it or nothing.
 
     <folder>/w<rank>/       model-weights.pack (a hard link to the pack in the state root, or a copy of it),
-                            weights.blob, native-manifest.json, manifest.json
+                            weights.blob, native-manifest.json, manifest.json; validation records beside the first two
     <folder>/w<rank>.lock   held, as long as it lives, by the process whose weights they are
     <folder>/.w<rank>-*     an export on its way, or one whose place a newer one has taken
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from coldsnap.core.digest import Digest
 from coldsnap.core.manifest import (
     MANIFEST_LIMIT_BYTES,
     MODEL_WEIGHTS_BLOB,
@@ -28,8 +29,10 @@ from coldsnap.core.manifest import (
     parse_recovery_manifest,
 )
 from coldsnap.core.messages import Exported
+from coldsnap.core.validation import Evidence
 from coldsnap.engines.export import NATIVE_MANIFEST, RECOVERY_MANIFEST
 from coldsnap.errors import ColdsnapError, Problem, Refused, UnsafePath
+from coldsnap.store.admission import remember
 from coldsnap.store.documents import read_private
 from coldsnap.store.faults import translated
 from coldsnap.store.locks import hold
@@ -142,6 +145,8 @@ class HandFolder:
             exported = export(fresh)
             if exported.pack is not None:
                 _link(Path(exported.pack.path), fresh / MODEL_WEIGHTS_BLOB)
+            if exported.residual is not None:
+                _remember(fresh / RESIDUAL_BLOB, exported.residual.sha256)
             sync_folder(fresh)
             with translated("rename", self.path):
                 if os.path.lexists(self.path):
@@ -181,8 +186,14 @@ def _check_private(folder: Path) -> None:
         raise UnsafePath(message, cure=f"chmod go-w {folder}, if you trust what it holds now", facts=facts)
 
 
+def _remember(residual: Path, sha256: Digest) -> None:
+    """Leave a validation record: the digest was counted while these bytes were written."""
+    with translated("read", residual), residual.open("rb", buffering=0) as file:
+        remember(residual, file.fileno(), sha256, Evidence.FULL_SHA256, provider="native")
+
+
 def _link(pack: Path, there: Path) -> None:
-    """The same file under a second name; a copy where the file system takes no link. Every wake proves a copy."""
+    """The same file under a second name; a copy where the file system takes no link. The first wake proves a copy."""
     try:
         os.link(pack, there, follow_symlinks=False)
         return

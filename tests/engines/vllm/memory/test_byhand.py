@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,8 @@ from coldsnap.errors import (
     UsageError,
     UserError,
 )
+from coldsnap.store import admission
+from coldsnap.store.admission import record_path
 from coldsnap.store.documents import read_private
 from coldsnap.testing.checkpoint import seeded_bytes, write_checkpoint
 from coldsnap.testing.cuda import GARBAGE, FakeDriver
@@ -39,7 +43,13 @@ from .conftest import MIB, LoadedVllm  # isort: skip
 
 MODEL = {"embed": 300_000, "qkv": 90_000, "norm": 3000}
 COMPUTED = ("rotary", 5000)
-FILES = {"model-weights.pack", "weights.blob", "native-manifest.json", "manifest.json"}
+FILES = {
+    "model-weights.pack",
+    "weights.blob",
+    "weights.blob.coldsnap-validation.json",
+    "native-manifest.json",
+    "manifest.json",
+}
 
 
 @dataclass
@@ -337,7 +347,17 @@ def test_a_sleep_that_cannot_write_leaves_the_engine_awake_and_what_was_there(
     assert server.capture_id() != first
 
 
-def test_a_folder_that_takes_no_link_gets_a_copy_that_is_proved_at_a_wake(
+def test_a_wake_believes_what_was_counted_while_the_residual_was_written(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    server.hand.suspend(1)
+    monkeypatch.setattr(admission, "digest_of_file", lambda *_: pytest.fail("it was proved again"))
+    server.hand.resume(None)
+    assert server.is_whole()
+
+
+def test_a_folder_that_takes_no_link_gets_a_copy_that_is_proved_at_the_first_wake(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
@@ -354,6 +374,16 @@ def test_a_folder_that_takes_no_link_gets_a_copy_that_is_proved_at_a_wake(
     (stored,) = Path(server.settings.state_root).rglob("*.pack")
     assert pack.read_bytes() == stored.read_bytes()
     assert not pack.samefile(stored)
+    assert not record_path(pack).exists()
+    server.hand.resume(None)
+    assert server.is_whole()
+    assert record_path(pack).exists()
+    server.hand.suspend(1)
+    pack.chmod(0o600)
+    pack.write_bytes(bytes([pack.read_bytes()[0] ^ 1]) + pack.read_bytes()[1:])
+    with pytest.raises(PayloadRejected, match=re.escape(str(pack))):
+        server.hand.resume(None)
+    shutil.copyfile(stored, pack)
     server.hand.resume(None)
     assert server.is_whole()
 

@@ -37,7 +37,7 @@ def publish_first(homes: Homes) -> Found:
     payloads = homes.shipped.artifact.weights.model_payloads
     commit = payloads.revision if payloads is not None else ""
     return Found(
-        document={**homes.sent, "pack_bytes": pack_bytes, "capsule_bytes": capsule_bytes, "commit": commit},
+        document={**homes.sent, "pack_bytes": pack_bytes, "capsule_bytes": capsule_bytes, "hub_commit": commit},
         rows=[
             ("packs", f"{pack_bytes / MIB:.1f} MiB to the hub, commit {commit[:12]}"),
             ("capsules", f"{homes.relay.received_bytes / MIB:.1f} MiB through the relay to docker-registry"),

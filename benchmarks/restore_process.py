@@ -42,21 +42,23 @@ DEADLINE_S = 300.0
 _GIB = 1 << 30
 _MIB = 1 << 20
 
-# Children before most of the memory, so that only what is meant to be is shared; each page of a process differs.
+# Children before most of the memory, so that only what is meant to be is shared; each page of a process differs. What
+# is common has a flag more (MAP_NORESERVE), so that the kernel does not join it with what a process maps beside it:
+# CRIU takes a mapping for inherited only where parent and child have it with the same bounds.
 _TREE = """
 import mmap, os, signal, sys, zlib
 fifo, common_bytes, sizes = sys.argv[1], int(sys.argv[2]), [int(size) for size in sys.argv[3:]]
-def touched(size, seed):
+def touched(size, seed, flags=0):
     if not size:
         return b""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     block = os.urandom(1 << 20)
     for start in range(0, size, 1 << 20):
         memory[start : start + (1 << 20)] = block
     for start in range(0, size, 4096):
         memory[start : start + 8] = (start << 8 | seed).to_bytes(8, "little")
     return memory
-common = touched(common_bytes, 255)
+common = touched(common_bytes, 255, 0x4000)
 ready, tell = os.pipe()
 number = 0
 for child in range(1, len(sizes)):

@@ -10,8 +10,11 @@ CRIU restores memory in one thread, at 1.3 to 1.5 GB/s. So the large runs of a p
 
 Pages that a child has in common with its parent since the fork go too, from both. CRIU would make the two share them
 again, at its slowest: it reads the child's one page a call, to compare it with the parent's. We cannot, so each
-restored tree costs that memory once more. It makes no difference to CRIU which of the two has a page in its images:
-before it fills a child it takes away what the child inherited and its pagemap does not name.
+restored tree costs that memory once more. Measured, with 512 MiB that two processes have in common: CRIU's one thread
+works 1.01 s for the restore when they stay, less than 0.01 when they go, and all the threads of the refill together
+0.6 and 1.6 s (medians, n = 6, two busy cores). So two cores win nothing, and many most of a second. It makes no
+difference to CRIU which of the two has a page in its images: before it fills a child it takes away what the child
+inherited and its pagemap does not name.
 
 Pages of zeros are nothing at all in an anonymous mapping: whole blocks of ``ZERO_BYTES`` of them are dropped. (In a
 private mapping of a file a dropped page would show the file, so there they are pages like any other.)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from benchmarks._proof import Found, Record, run_steps
 
 
@@ -25,10 +24,3 @@ def test_steps_that_are_not_made_anew_stay_with_their_commit(tmp_path: Path) -> 
     third = Record(path, commit="c" * 40, kind="real", resume=False, anew=["two"])
     assert third.document["steps"]["one"]["commit"] == "a" * 40
     assert "two" not in third.document["steps"]
-
-
-@pytest.mark.parametrize("name", ["commit", "dirty", "kind"])
-def test_a_step_does_not_say_by_accident_of_which_code_it_is(name: str) -> None:
-    """The commit at a hub was once taken for the commit of the code."""
-    with pytest.raises(ValueError, match=name):
-        Found(document={name: "4e090f81"})

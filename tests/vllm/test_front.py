@@ -256,6 +256,13 @@ def test_nothing_in_the_tree_keeps_it_from_being_frozen(tree: Tree) -> None:
         assert not inodes & links[pid]
 
 
+def test_a_tree_that_is_told_to_end_while_its_engine_process_starts_ends_in_order() -> None:
+    with started(tls=False) as tree:
+        wait_until(lambda: "(EngineCore pid=" in tree.log, lambda: tree.log, deadline_s=START_S)
+        tree.end()
+        assert "told to end" in tree.log
+
+
 def test_an_engine_process_that_dies_fails_the_worker_and_the_front_stays_to_tell() -> None:
     with started() as tree:
         wait_listening(tree)

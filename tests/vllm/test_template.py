@@ -29,7 +29,8 @@ from coldsnap.core.messages import (
     WakeReport,
     WorkerState,
 )
-from coldsnap.errors import EngineError, UsageError, UserError
+from coldsnap.engines.frames import error_frame
+from coldsnap.errors import EngineError, IntegrityError, UsageError, UserError
 from coldsnap.store.stateroot import StateRoot
 
 from .trees import MODEL, START_S, Tree, started, wait_listening, wait_until  # isort: skip
@@ -188,6 +189,25 @@ def test_a_built_model_is_filled_from_the_checkpoint_and_exports_the_same_pack(
         assert exported.residual is not None
         assert again.residual.sha256 == exported.residual.sha256
         assert again.residual_reasons == exported.residual_reasons
+
+
+def test_a_build_refused_while_it_is_filled_says_why_and_its_tree_ends_in_order(
+    captured: tuple[Exported, tuple[Answer, ...]], state_root: Path, tmp_path: Path
+) -> None:
+    exported, _ = captured
+    assert exported.residual is not None
+    blob = tmp_path / "weights.blob"
+    data = bytearray(Path(exported.residual.path).read_bytes())
+    data[0] ^= 0xFF
+    blob.write_bytes(data)
+    residual = exported.residual.model_copy(update={"path": str(blob)})
+    with waiting(state_root, tmp_path) as template:
+        wake = template.wake_body(exported.model_copy(update={"residual": residual}), PackSource.NATIVE)
+        with pytest.raises(IntegrityError, match=r"weights\.blob") as caught:
+            template.tree.control.call(Verb.PLACE, PlaceBody(wake=wake), reply=Placed, deadline_s=START_S)
+        status = template.tree.control.status()
+        assert (status.state, status.error) == (WorkerState.FAILED, error_frame(caught.value))
+    # `waiting` has ended it: with status 0, where a process that waits on would have been cut short with another
 
 
 def test_a_loader_that_reads_into_the_device_is_refused_for_a_template() -> None:

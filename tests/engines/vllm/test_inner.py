@@ -15,6 +15,7 @@ from coldsnap.core.extents import Allocation
 from coldsnap.core.manifest import ModelSource
 from coldsnap.core.messages import Prompt, WorkerSettings, WorkerState
 from coldsnap.engines.control import ControlClient, ControlServer
+from coldsnap.engines.frames import error_frame
 from coldsnap.engines.protocol import EngineWorker
 from coldsnap.engines.settings import SETTINGS_VARIABLE
 from coldsnap.engines.vllm import inner
@@ -24,7 +25,7 @@ from coldsnap.engines.vllm.inner import WorkerHalf
 from coldsnap.engines.vllm.link import FRONT_SOCKET, FrontClient, FrontServer, inner_socket_name
 from coldsnap.engines.vllm.loading import Way
 from coldsnap.engines.vllm.records import settings_of_rank
-from coldsnap.errors import EngineError, HostError, Problem, Refused, UsageError, UserError
+from coldsnap.errors import EngineError, HostError, IntegrityError, Problem, Refused, UsageError, UserError
 from coldsnap.hydrate.host import HostMemory
 from coldsnap.testing.engine import FakeEngine
 from coldsnap.testing.engine_harness import Driven
@@ -285,6 +286,23 @@ class TestInnerHalf(EngineContract):
             assert [one.ways for one in self.halves.vllm] == [[Way.LOAD], [Way.BUILD]]
             assert self.halves.memory[1].done == ["prepare", "settle", "clear", "complete", "restore"]
             assert self.halves.services[1].done == []
+
+    def test_a_build_that_is_not_filled_ends_the_loader_with_what_the_filler_said(
+        self, live: Driven, tmp_path: Path
+    ) -> None:
+        exported = live.export()
+        assert exported.residual is not None
+        residual = Path(exported.residual.path)
+        residual.write_bytes(b"\xff" + residual.read_bytes()[1:])
+        with self.beside(0, tmp_path / "t", template=True) as template:
+            with pytest.raises(IntegrityError, match=r"weights\.blob") as caught:
+                template.place(exported)
+            vllm, service = self.halves.vllm[1], self.halves.services[1]
+            vllm.thread.join(LONG_S)
+            assert not vllm.thread.is_alive(), "the loader waits for bytes that nobody brings"
+            assert service.error == error_frame(caught.value), "before vLLM's own words for it"
+            status = template.client.status()
+            assert (status.state, status.error) == (WorkerState.FAILED, service.error)
 
     def test_a_loader_that_fails_is_told_as_what_it_said(self, tmp_path: Path) -> None:
         class Broken(FakeEngine):

@@ -42,6 +42,11 @@ _log = logging.getLogger(__name__)
 EXIT_S = 30.0
 
 
+class _ToldToEnd(SystemExit):
+    """Raised wherever vLLM's start is. Not KeyboardInterrupt: while vLLM waits for its engine process it swallows that
+    (`zmq_socket_ctx`), and waits on."""
+
+
 class _Ending:
     """What SIGTERM and SIGINT do: interrupt what vLLM does at start, and later let the service end in order."""
 
@@ -55,7 +60,7 @@ class _Ending:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback_later(EXIT_S, exit=True, file=sys.__stdout__ or sys.stdout)
         if self._act is None:
-            raise KeyboardInterrupt
+            raise _ToldToEnd
         self._act()
 
 
@@ -91,7 +96,7 @@ class Front:
             sockets.callback(front.close)
             try:
                 self._serve()
-            except KeyboardInterrupt:
+            except _ToldToEnd:
                 _log.info("told to end")
 
     def _serve(self) -> None:

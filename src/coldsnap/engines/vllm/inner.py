@@ -15,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from coldsnap.core.messages import WorkerSettings
-from coldsnap.engines.control import ControlServer
+from pydantic import BaseModel
+
+from coldsnap.core.messages import WorkerSettings, WorkerState
+from coldsnap.engines.control import Call, ControlServer
 from coldsnap.engines.inner import InnerWorker
 from coldsnap.engines.template import TemplateWorker, make_worker
 from coldsnap.engines.vllm.engine import Surroundings, VllmWorker
@@ -59,7 +61,7 @@ class WorkerHalf:
         self.worker: InnerWorker | TemplateWorker = make_worker(
             settings, self.engine, self.make_memory, set_environment=set_environment
         )
-        self._server = ControlServer(folder / inner_socket_name(settings.worker), self.worker)
+        self._server = ControlServer(folder / inner_socket_name(settings.worker), self._served)
 
     @property
     def memory(self) -> WeightMemory | None:
@@ -86,6 +88,18 @@ class WorkerHalf:
             return self._make()
         except ColdsnapError as error:
             self.engine.give_up(error)
+            raise
+
+    def _served(self, call: Call) -> BaseModel:
+        """As the worker. Once it has failed nobody fills a model: a loader that waits for its bytes is told, and ends.
+
+        Else that process, and with it the front, could be ended by force alone.
+        """
+        try:
+            return self.worker(call)
+        except ColdsnapError as error:
+            if self.worker.state is WorkerState.FAILED:
+                self.engine.give_up(error)
             raise
 
 

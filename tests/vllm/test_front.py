@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -22,7 +23,7 @@ import pytest
 
 from coldsnap.core.messages import Answer, Prompt, WorkerState
 from coldsnap.engines.vllm.link import FRONT_SOCKET, inner_socket_name
-from coldsnap.errors import EngineError, IntegrityError, ResourceBusy, UserError
+from coldsnap.errors import EngineError, IntegrityError, Refused, ResourceBusy, UserError
 from coldsnap.testing.engine_harness import free_port
 
 from .trees import (  # isort: skip
@@ -295,6 +296,22 @@ def test_what_cannot_be_served_is_told_by_a_front_that_stays(
             tree.control.wait_loaded(deadline_s=START_S)
         with pytest.raises(error, match=words):
             tree.front.wait_up(deadline_s=START_S)
+        tree.end()
+
+
+def test_a_checkpoint_that_asks_for_a_quantised_cache_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    shutil.copytree(MODEL, model)
+    told = json.loads((model / "config.json").read_bytes())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    quantised = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
+    (model / "config.json").write_text(
+        json.dumps({**told, "quantization_config": {**quantised, "kv_cache_scheme": scheme}})
+    )
+    with started(tls=False, model=model) as tree:
+        wait_listening(tree)
+        with pytest.raises(Refused, match=r"quant_config\.kv_cache_scheme.*kv-cache-dtype: bfloat16"):
+            tree.control.wait_loaded(deadline_s=START_S)
         tree.end()
 
 

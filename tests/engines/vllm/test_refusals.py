@@ -40,6 +40,10 @@ CASES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "enable_scale_out": ((True,), (False,)),
     "enable_fault_tolerance": ((True,), (False,)),
     "quantization": (("bitsandbytes", "gguf", "torchao", "GGUF"), (None, "fp8", "awq", "gptq", "compressed-tensors")),
+    "kv_cache_dtype": (
+        ("fp8", "fp8_e4m3", "fp8_e5m2", "FP8", "fp8_ds_mla", "nvfp4", "int8_per_token_head", "turboquant_k8v4"),
+        ("auto", "bfloat16", "float16", None),
+    ),
     "load_format": (
         ("pt", "npcache", "dummy", "tensorizer", "sharded_state", "mistral", "ipc_cache", "modelexpress", "gguf"),
         ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "coldsnap", None),
@@ -150,6 +154,8 @@ def config(device: str = "cuda", **changed: Any) -> SimpleNamespace:
         "parallel_config": SimpleNamespace(
             pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="mp", enable_eplb=False
         ),
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "quant_config": SimpleNamespace(),
         "device_config": SimpleNamespace(device_type=device),
         "lora_config": None,
         "speculative_config": None,
@@ -173,6 +179,7 @@ def test_a_plain_configuration_is_taken_on_either_device() -> None:
 
 FACT_CASES: dict[str, tuple[Any, str]] = {
     "model_config.quantization": ("torchao", "torchao"),
+    "cache_config.cache_dtype": ("fp8_e4m3", "fp8_e4m3"),
     "model_config.runner_type": ("pooling", "pooling"),
     "lora_config": (SimpleNamespace(), "SimpleNamespace"),
     "speculative_config": (SimpleNamespace(), "SimpleNamespace"),
@@ -184,6 +191,7 @@ FACT_CASES: dict[str, tuple[Any, str]] = {
     "parallel_config.distributed_executor_backend": ("ray", "ray"),
     "parallel_config.enable_eplb": (True, "True"),
     "model_config.enable_sleep_mode": (False, "False"),
+    "quant_config.kv_cache_scheme": ({"num_bits": 8, "type": "float"}, "dict"),
 }
 
 
@@ -196,7 +204,8 @@ def test_what_no_option_said_is_found_in_the_finished_configuration(path: str) -
 
 
 def test_every_fact_has_a_case_above() -> None:
-    assert [*(one.path for one in FACTS), "model_config.enable_sleep_mode"] == list(FACT_CASES)
+    besides = ["model_config.enable_sleep_mode", "quant_config.kv_cache_scheme"]
+    assert [*(one.path for one in FACTS), *besides] == list(FACT_CASES)
 
 
 def test_a_vllm_without_a_configuration_has_nothing_to_refuse_there() -> None:
@@ -207,3 +216,13 @@ def test_sleep_mode_is_missed_on_a_gpu_alone() -> None:
     assert fact_problems(config("cpu", model_config__enable_sleep_mode=False)) == ()
     (problem,) = fact_problems(config("cuda", model_config__enable_sleep_mode=False))
     assert problem.message == SLEEP_MODE.message
+
+
+def test_a_checkpoint_that_asks_for_a_quantised_cache_is_taken_when_an_option_says_another() -> None:
+    """vLLM's attention layers follow the checkpoint only where the cache's number type is `auto`."""
+    scheme = {"num_bits": 8, "type": "float"}
+    (problem,) = fact_problems(config(quant_config__kv_cache_scheme=scheme))
+    assert "kv-cache-dtype: bfloat16" in (problem.cure or "")
+    assert fact_problems(config(quant_config__kv_cache_scheme=None)) == ()
+    said = config(quant_config__kv_cache_scheme=scheme, cache_config__cache_dtype="bfloat16")
+    assert fact_problems(said) == ()

@@ -18,6 +18,7 @@ from coldsnap.errors import Problem
 
 __all__ = [
     "FACTS",
+    "KV_CACHE_SCHEME",
     "OPTIONS",
     "SLEEP_MODE",
     "VARIABLES",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 _FOLDER_ONLY = "the pinned checkpoint folder is all that is loaded from, and the artifact binds its digest"
+_KV_SCALES = (
+    "has scales, calibrated ones too, that vLLM 0.26 sets to 1.0 at each wake; a cache of that kind was never captured"
+)
 _PART_OF_FOLDER = "put it into the checkpoint folder, or leave it out"
 
 OPTIONS: tuple[Refusal, ...] = (
@@ -78,6 +82,12 @@ OPTIONS: tuple[Refusal, ...] = (
         "rewrites the checkpoint's bytes in ways that cannot be followed",
         "quantization",
         cure="use a checkpoint of another quantisation: FP8, compressed-tensors, AWQ or GPTQ",
+    ),
+    *refusals(
+        none_of("auto", "bfloat16", "float16"),
+        _KV_SCALES,
+        "kv_cache_dtype",
+        cure="leave it out; write bfloat16 where the checkpoint asks for a quantised one",
     ),
     *refusals(
         none_of(*WATCHED_FORMATS, "coldsnap"),
@@ -201,6 +211,14 @@ SLEEP_MODE = Refusal(
 )
 """Of a recipe or a command, where absent is not off; and of a configuration for a GPU."""
 
+KV_CACHE_SCHEME = Refusal(
+    name="kv_cache_scheme",
+    judge=is_on,
+    message="makes the checkpoint's KV cache a quantised one, which " + _KV_SCALES,
+    cure="write kv-cache-dtype: bfloat16, which goes before what the checkpoint asks for",
+)
+"""Of a checkpoint whose attention layers choose the cache's number type, because nobody else has."""
+
 _OFF = ("", "0", "false", "False")
 _DEVELOPMENT = "vLLM's development endpoints let anybody put the engine to sleep"
 
@@ -257,6 +275,7 @@ def _fact(path: str, name: str) -> Fact:
 
 FACTS: tuple[Fact, ...] = (
     _fact("model_config.quantization", "quantization"),
+    _fact("cache_config.cache_dtype", "kv_cache_dtype"),
     _fact("model_config.runner_type", "runner"),
     _fact("lora_config", "enable_lora"),
     _fact("speculative_config", "speculative_config"),
@@ -298,7 +317,9 @@ def fact_problems(config: Any) -> tuple[Problem, ...]:
     """What vLLM's finished configuration says that no option said, in the table's order."""
     facts = FACTS
     if _at(config, "device_config.device_type") == "cuda":
-        facts = (*FACTS, Fact(path="model_config.enable_sleep_mode", refusal=SLEEP_MODE))
+        facts = (*facts, Fact(path="model_config.enable_sleep_mode", refusal=SLEEP_MODE))
+    if _at(config, "cache_config.cache_dtype") == "auto":
+        facts = (*facts, Fact(path="quant_config.kv_cache_scheme", refusal=KV_CACHE_SCHEME))
     return tuple(
         fact.refusal.problem(fact.path, value if isinstance(value, str | int) else type(value).__name__)
         for fact in facts

@@ -22,6 +22,7 @@ from coldsnap.core.owners import Owner
 from coldsnap.errors import OperationInterrupted, PayloadRejected, Refused, ResourceBusy
 from coldsnap.store.admission import admit_file, is_proved, record_path
 from coldsnap.store.locks import hold
+from coldsnap.store.staging import HOLE_BYTES
 from coldsnap.store.stateroot import StateRoot
 
 CONTENTS = {
@@ -298,6 +299,26 @@ def test_a_killed_process_leaves_nothing_that_counts_and_the_next_clears_it(kit:
     assert not is_prepared(kit.state, kit.image.digest, kit.expected)
     kit.ensure()
     kit.check_whole()
+
+
+@pytest.mark.parametrize("role", [PROCESS_IMAGE, RESIDUAL])
+def test_blocks_of_zeros_take_no_disk(tmp_path: Path, role: str) -> None:
+    """A chunk is 8 MiB: zeros inside of one, over the end of one, all of one, and at the end of the file."""
+    drawn = random.Random(3)
+    parts = [
+        (drawn.randbytes(100_000), 3 << 20),
+        (drawn.randbytes(1 << 20), 7 << 20),
+        (b"x", (20 << 20) + 11),
+    ]
+    data = b"".join(part + bytes(zeros) for part, zeros in parts)
+    kit = Kit(tmp_path, {("workers/w0/weights.blob", role): data})
+    kit.ensure()
+    kit.check_whole()
+    found = (kit.folder / BLOB).stat()
+    at_most = sum(len(part) + 2 * HOLE_BYTES for part, _ in parts)
+    assert found.st_size == len(data)
+    assert found.st_blocks * 512 <= at_most
+    assert kit.ensure().from_record
 
 
 def test_believing_fifty_files_takes_no_time(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from coldsnap.core.digest import Digest
+from coldsnap.core.extents import PAGE_BYTES
 from coldsnap.core.manifest import (
     NativeManifest,
     parse_native_manifest,
@@ -38,6 +39,7 @@ from coldsnap.engines.control import Call
 from coldsnap.engines.export import DIFFERS
 from coldsnap.engines.inner import InnerWorker
 from coldsnap.engines.observer import Observer
+from coldsnap.engines.wake import fill_memory
 from coldsnap.errors import (
     EngineError,
     IntegrityError,
@@ -48,7 +50,9 @@ from coldsnap.errors import (
     UsageError,
     UserError,
 )
+from coldsnap.hydrate import holes
 from coldsnap.hydrate.host import HostMemory
+from coldsnap.hydrate.memory import host_addressable
 from coldsnap.store import admission
 from coldsnap.store.admission import record_path
 from coldsnap.testing.checkpoint import write_checkpoint
@@ -348,6 +352,17 @@ def residual_of(exported: Exported) -> Path:
     return Path(exported.residual.path)
 
 
+def punch_holes(path: Path) -> None:
+    """Write the file again with its pages of zeros as holes."""
+    content = path.read_bytes()
+    with path.open("wb") as file:
+        file.truncate(len(content))
+        for at in range(0, len(content), PAGE_BYTES):
+            if any(page := content[at : at + PAGE_BYTES]):
+                os.pwrite(file.fileno(), page, at)
+    assert path.read_bytes() == content
+
+
 class TestWake:
     """Refusals of `wake`; each leaves the worker asleep and able to wake."""
 
@@ -421,6 +436,41 @@ class TestWake:
         assert live.contents() != before
         live.sleep()
         path.write_bytes(whole)
+
+    def test_holes_of_a_residual_are_not_read(
+        self, asleep: tuple[Driven, Exported], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(holes, "LEAST_HOLE_BYTES", PAGE_BYTES)
+        live, exported = asleep
+        path = residual_of(exported)
+        whole = live.wake(exported)
+        before = live.contents()
+        live.sleep()
+        punch_holes(path)
+        report = live.wake(exported)
+        assert live.contents() == before
+        assert "bytes were left zero" in report.transfer_path["residual"]
+        assert "bytes were left zero" not in whole.transfer_path["residual"]
+        assert report.residual_bytes == whole.residual_bytes
+        live.sleep()
+
+    def test_holes_of_a_residual_are_read_into_memory_that_was_not_unmapped(
+        self, make_fake: MakeFake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in a build, where it holds anything: a remap of what is mapped keeps its bytes."""
+        monkeypatch.setattr(holes, "LEAST_HOLE_BYTES", PAGE_BYTES)
+        with driven(make_fake(), tmp_path / "a", base=BASE) as live:
+            exported = live.export()
+            punch_holes(residual_of(exported))
+            before = live.contents()
+            memory = host_addressable(live.memory)
+            for one in memory.allocations:
+                memory.view(one.ptr, one.size)[:] = b"\xc5" * one.size
+            body = live.wake_body(exported, PackSource.NATIVE)
+            call = Call(Request(id=1, verb=Verb.WAKE), lambda _frame: None)
+            report = fill_memory(body, memory=memory, call=call, started_with=live.engine.model_source)
+            assert live.contents() == before
+            assert "left zero" not in report.transfer_path["residual"]
 
     def test_a_place_that_takes_no_record(self, asleep: tuple[Driven, Exported]) -> None:
         live, exported = asleep

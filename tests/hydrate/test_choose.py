@@ -52,7 +52,7 @@ def test_threads() -> None:
 
 def test_a_file_just_written_is_in_the_page_cache(open_file: Callable[[bytes], int]) -> None:
     fd = open_file(bytes(1024 * 1024))
-    found = file_facts(fd, start=4096, end=1024 * 1024, wanted_bytes=7)
+    found = file_facts(fd, [(4096, 1024 * 1024)], wanted_bytes=7)
     assert found.cached_fraction == 1.0
     assert found.wanted_bytes == 7
 
@@ -63,18 +63,18 @@ def test_kernels_that_do_not_tell(open_file: Callable[[bytes], int], monkeypatch
 
     monkeypatch.setattr(libc, "cache_stat", refuse)
     monkeypatch.setattr(libc, "direct_alignment", refuse)
-    found = file_facts(open_file(b"x"), start=0, end=1, wanted_bytes=1)
+    found = file_facts(open_file(b"x"), [(0, 1)], wanted_bytes=1)
     assert found.cached_fraction is None
     assert found.direct == libc.DirectAlignment(memory=4096, offset=4096)
 
 
 def test_a_file_system_that_says_no(open_file: Callable[[bytes], int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libc, "direct_alignment", lambda _: None)
-    assert file_facts(open_file(b"x"), start=0, end=1, wanted_bytes=1).direct is None
+    assert file_facts(open_file(b"x"), [(0, 1)], wanted_bytes=1).direct is None
 
 
 def test_alignments_are_powers_of_two(open_file: Callable[[bytes], int]) -> None:
-    found = file_facts(open_file(b"x"), start=0, end=1, wanted_bytes=1).direct
+    found = file_facts(open_file(b"x"), [(0, 1)], wanted_bytes=1).direct
     assert found is not None
     for value in (found.memory, found.offset):
         assert value > 0

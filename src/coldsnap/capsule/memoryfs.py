@@ -61,7 +61,7 @@ class LinuxMemoryFs:
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                return file_facts(file.fileno(), start=0, end=size, wanted_bytes=size).cached_fraction
+                return file_facts(file.fileno(), [(0, size)], wanted_bytes=size).cached_fraction
         except OSError as error:
             raise HostError(f"{path} cannot be read: {error.strerror}", cure="look what became of it") from error
 

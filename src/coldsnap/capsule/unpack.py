@@ -7,7 +7,7 @@ layer whose digest is wrong, a chunk that is not one frame of its size, a file w
 ends it, and nothing is left.
 
 The folder is made aside and renamed when everything was proved and is on disk. Chunks in flight are bounded,
-so memory does not grow with the capsule.
+so memory does not grow with the capsule. Blocks of zeros become holes: they take no disk, and are not read from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coldsnap.capsule.tarlayer import END_OF_LAYER, describe_header, padding
 from coldsnap.core.digest import Digest
 from coldsnap.errors import OperationInterrupted, OutOfSpace, PayloadRejected, Problem, Refused
 from coldsnap.store.faults import translated
-from coldsnap.store.staging import sync_folder, write_all
+from coldsnap.store.staging import sync_folder, write_around_zeros
 
 __all__ = ["check_expected", "unpack_capsule", "unpack_into"]
 
@@ -252,6 +252,7 @@ class _Unpacker:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._folder / file.path, flags, 0o600)
         self._open_fds.add(fd)
+        os.ftruncate(fd, file.bytes)  # where it ends with zeros, nothing is written there
         return _Out(what=file, fd=fd)
 
     def _settle(self, limit: int) -> None:
@@ -288,7 +289,7 @@ def _write(out: _Out, offset: int, size: int, work: Callable[[], bytes]) -> byte
     except BadFrame as error:
         raise _damaged(out.what, f"is damaged from byte {offset}: {error}") from error
     with translated("write", f"{out.what.path} of the capsule"):
-        write_all(out.fd, raw, offset)
+        write_around_zeros(out.fd, raw, offset)
     return raw
 
 

@@ -89,6 +89,7 @@ class _Wake:
         self._call = call
         self._seconds: dict[str, float] = {}
         self._paths: dict[str, str] = {}
+        self._zeroed = False
 
     def run(self) -> WakeReport:
         model_bytes = residual_bytes = 0
@@ -203,7 +204,9 @@ class _Wake:
     def _remap(self) -> None:
         reached("worker.admitted")
         with timed(self._seconds, "remap"):
+            asleep = not self._memory.mapped
             self._memory.remap()
+        self._zeroed = asleep  # memory that was mapped before keeps its bytes
         reached("worker.mapped")
 
     def _native(self, pack: AdmittedFile | None, manifest: NativeManifest) -> int:
@@ -238,8 +241,10 @@ class _Wake:
                 path=None if self._body.transfer_path == "auto" else TransferPath(self._body.transfer_path),
                 progress=self._call.phase(name, sum(segment.size for segment in segments)),
                 cancel=self._call.cancelled,
+                zeroed=self._zeroed,
             )
-        self._paths[name] = f"{report.path}: {report.reason}"
+        holes = f", {report.hole_bytes} bytes were left zero" if report.hole_bytes else ""
+        self._paths[name] = f"{report.path}: {report.reason}{holes}"
         return report.bytes
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,7 +48,7 @@ class TransferPath(StrEnum):
 class FileFacts:
     """What the rule looks at.
 
-    ``cached_fraction``: share of the range in the page cache, None when the kernel does not tell.
+    ``cached_fraction``: share of the ranges in the page cache, None when the kernel does not tell.
     ``direct``: what O_DIRECT needs for this file, None when it cannot be had.
     """
 
@@ -84,18 +85,18 @@ def choose_path(facts: FileFacts, *, wanted: TransferPath | None = None) -> Path
     return PathChoice(path=TransferPath.BUFFERED if warm else TransferPath.DIRECT, reason=cached)
 
 
-def file_facts(fd: int, *, start: int, end: int, wanted_bytes: int) -> FileFacts:
-    """Ask the kernel about the bytes ``[start, end)`` of an open file."""
+def file_facts(fd: int, ranges: Sequence[tuple[int, int]], *, wanted_bytes: int) -> FileFacts:
+    """Ask the kernel about the bytes of an open file in ``ranges``, each ``[start, end)``."""
     return FileFacts(
-        wanted_bytes=wanted_bytes, cached_fraction=_cached_fraction(fd, start, end), direct=_direct_alignment(fd)
+        wanted_bytes=wanted_bytes, cached_fraction=_cached_fraction(fd, ranges), direct=_direct_alignment(fd)
     )
 
 
-def _cached_fraction(fd: int, start: int, end: int) -> float | None:
+def _cached_fraction(fd: int, ranges: Sequence[tuple[int, int]]) -> float | None:
     page = os.sysconf("SC_PAGE_SIZE")
-    pages = -(-end // page) - start // page
+    pages = sum(-(-end // page) - start // page for start, end in ranges)
     try:
-        cached = libc.cache_stat(fd, start, end - start).cached_pages
+        cached = sum(libc.cache_stat(fd, start, end - start).cached_pages for start, end in ranges if start < end)
     except OSError:  # an older kernel (ENOSYS), or a file of somebody else's (EPERM)
         return None
     return min(1.0, cached / pages) if pages else None

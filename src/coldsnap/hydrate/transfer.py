@@ -32,6 +32,7 @@ from coldsnap.hydrate.cuda.transfer import BLOCK_BYTES, fill_device
 from coldsnap.hydrate.cuda.window import DeviceWindow
 from coldsnap.hydrate.direct import DirectReader, open_direct
 from coldsnap.hydrate.extents import ExtentsProof
+from coldsnap.hydrate.holes import around_holes, data_ranges
 from coldsnap.hydrate.memory import HostAddressable, StableMemory, host_addressable
 from coldsnap.hydrate.scan import hash_ranges, read_chunks
 from coldsnap.hydrate.segments import (
@@ -69,7 +70,8 @@ class TransferReport:
 
     ``num_threads`` read; ``verified_bytes`` is ``bytes`` for an unproved source and 0 for a proved one. For a source
     of extents it is the bytes of those that became complete, right or wrong: the proof has the verdict.
-    ``registered_bytes`` went to a device straight from the file's own pages.
+    ``registered_bytes`` went to a device straight from the file's own pages. ``hole_bytes`` of ``bytes`` were zero on
+    both sides and were not moved.
     """
 
     bytes: int
@@ -79,6 +81,7 @@ class TransferReport:
     num_threads: int
     verified_bytes: int
     registered_bytes: int = 0
+    hole_bytes: int = 0
 
 
 def hydrate_file(
@@ -92,6 +95,7 @@ def hydrate_file(
     progress: Callable[[int], None] | None = None,
     cancel: threading.Event | None = None,
     registered: RegisteredFile | None = None,
+    zeroed: bool = False,
 ) -> TransferReport:
     """Fill ``segments`` of mapped ``memory`` from ``source``.
 
@@ -99,7 +103,8 @@ def hydrate_file(
     ``piece_bytes``, a multiple of 4096, is what one thread reads in one go; None: what suits the memory.
     ``progress`` is told the bytes read since its last call, from other threads, one call at a time.
     Setting ``cancel`` ends the transfer after the pieces in hand. ``registered``: the source's pages, for device
-    memory, if they were registered ahead.
+    memory, if they were registered ahead. ``zeroed``: whoever calls knows that all of the segments' memory is zero, as
+    it is after a ``remap``, so that large holes of a proved file are left alone.
 
     Raises UsageError (memory unmapped, piece size), InvalidDocument (every segment that is outside the file or the
     memory, overlaps another or lacks a needed digest), IntegrityError (wrong size, truncated, changed
@@ -122,12 +127,15 @@ def hydrate_file(
         problems = tuple(proof.claim([(segment.ptr, segment.size) for segment in segments]))
     if problems:
         raise InvalidDocument("segments to hydrate", problems)
-    facts = _facts(source, segments)
+    wanted = _wanted(source, segments, zeroed=zeroed)
+    moving, facts = wanted.segments, wanted.facts
     stop, told = Stop(cancel), Progress(progress)
+    if wanted.hole_bytes:
+        told.add(wanted.hole_bytes)
     if isinstance(memory, DeviceWindow):
         moved = fill_device(
             source,
-            segments,
+            moving,
             memory,
             facts,
             num_threads=num_threads,
@@ -141,7 +149,7 @@ def hydrate_file(
     else:
         done = _fill_host(
             source,
-            segments,
+            moving,
             host_addressable(memory),
             facts,
             num_threads=num_threads,
@@ -162,7 +170,16 @@ def hydrate_file(
         num_threads=done.num_threads,
         verified_bytes=done.verified_bytes,
         registered_bytes=done.registered_bytes,
+        hole_bytes=wanted.hole_bytes,
     )
+
+
+class _Wanted(NamedTuple):
+    """What is to be moved, what the kernel says of it, and what is left out because it is zero."""
+
+    segments: Sequence[Segment]
+    facts: FileFacts
+    hole_bytes: int
 
 
 class _Done(NamedTuple):
@@ -227,13 +244,18 @@ def _identity(source: Source) -> tuple[int, int, int, int]:
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
-def _facts(source: Source, segments: Sequence[Segment]) -> FileFacts:
-    return file_facts(
-        source.fd,
-        start=min((segment.file_offset for segment in segments), default=0),
-        end=max((segment.file_offset + segment.size for segment in segments), default=0),
-        wanted_bytes=sum(segment.size for segment in segments),
-    )
+def _wanted(source: Source, segments: Sequence[Segment], *, zeroed: bool) -> _Wanted:
+    start = min((segment.file_offset for segment in segments), default=0)
+    end = max((segment.file_offset + segment.size for segment in segments), default=0)
+    ranges, moving = [(start, end)], segments
+    if zeroed and isinstance(source, ProvedSource):
+        try:
+            ranges = data_ranges(source.fd, start, end)
+        except OSError as error:
+            raise read_failed(error, start) from error
+        moving = around_holes(segments, ranges)
+    total, left = (sum(segment.size for segment in some) for some in (segments, moving))
+    return _Wanted(moving, file_facts(source.fd, ranges, wanted_bytes=left), total - left)
 
 
 class _Readers:

@@ -165,7 +165,7 @@ def _transfer_path(tools: Tools, loaded: LoadedArtifact) -> tuple[TransferPath, 
     except OSError as error:
         return TransferPath.BUFFERED, f"the pack cannot be looked at: {error.strerror}"
     try:
-        choice = choose_path(file_facts(fd, start=0, end=largest.bytes, wanted_bytes=largest.bytes))
+        choice = choose_path(file_facts(fd, [(0, largest.bytes)], wanted_bytes=largest.bytes))
     finally:
         os.close(fd)
     return choice.path, choice.reason

@@ -20,9 +20,21 @@ from coldsnap.errors import HostError
 from coldsnap.store.faults import translated
 from coldsnap.store.locks import is_named, try_hold
 
-__all__ = ["PARTIAL_SUFFIX", "StagedFile", "leftovers", "remove_leftovers", "stage_file", "sync_folder", "write_all"]
+__all__ = [
+    "HOLE_BYTES",
+    "PARTIAL_SUFFIX",
+    "StagedFile",
+    "leftovers",
+    "remove_leftovers",
+    "stage_file",
+    "sync_folder",
+    "write_all",
+    "write_around_zeros",
+]
 
 PARTIAL_SUFFIX = ".partial"
+HOLE_BYTES = 64 << 10
+_ZEROS = bytes(HOLE_BYTES)
 _NAME_CHARACTERS = 100
 
 
@@ -106,6 +118,21 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
     while len(view):
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
+
+
+def write_around_zeros(fd: int, data: bytes, offset: int) -> None:
+    """As :func:`write_all`, where the file reads as zeros already: blocks of zeros are left out, and stay holes.
+
+    Blocks are 64 KiB and begin at ``offset``, which suits file systems when it is a multiple of that.
+    """
+    view, start, end = memoryview(data), 0, 0
+    for at in range(0, len(data), HOLE_BYTES):
+        size = min(HOLE_BYTES, len(data) - at)
+        if data.startswith(_ZEROS if size == HOLE_BYTES else _ZEROS[:size], at):
+            write_all(fd, view[start:end], offset + start)
+            start = at + size
+        end = at + size
+    write_all(fd, view[start:end], offset + start)
 
 
 def sync_folder(folder: Path) -> None:

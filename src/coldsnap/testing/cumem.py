@@ -166,6 +166,7 @@ class FakeCuMem:
         self._context = driver.retain_context(0)
         self._slots: dict[int, int] = {}  # where vLLM keeps a driver's handle -> the handle
         self._current: FakePool | None = None
+        self._graphs: FakePool | None = None
         self._owners: dict[int, FakePool] = {}
 
     def create_and_map(self, allocation_handle: Handle) -> None:
@@ -194,6 +195,19 @@ class FakeCuMem:
     def free(self, ptr: int) -> None:
         """The tensor is gone; the pool keeps its block."""
         self._owners.pop(ptr).free(ptr)
+
+    def lend_to_graphs(self) -> None:
+        """Make the pool that `capturing` uses one of the allocator's."""
+        self._graphs = FakePool(self._my_malloc)
+        self.allocator._remember("cudagraph", (self._graphs, "allocator"))
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A CUDA graph is captured: what is allocated comes from the pool of graphs, and nothing is given back."""
+        if self._graphs is None:
+            raise RuntimeError("graphs have a pool of torch's own")
+        with self._current_pool(self._graphs):
+            yield
 
     @contextlib.contextmanager
     def _current_pool(self, pool: FakePool) -> Iterator[None]:

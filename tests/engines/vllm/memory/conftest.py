@@ -34,6 +34,7 @@ class LoadedVllm:
             create_and_map=self.cumem.create_and_map,
             unmap_and_release=self.cumem.unmap_and_release,
             pinned_bytes=lambda: self.pinned_bytes,
+            lend_to_graphs=self.cumem.lend_to_graphs,
         )
 
     def allocate(self, name: str, size: int) -> int:

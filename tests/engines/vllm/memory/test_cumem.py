@@ -45,6 +45,39 @@ def test_what_came_to_the_weights_later_is_adopted_by_the_next_call(vllm: Loaded
     assert [(one.ptr, one.size) for one in memory.adopt_weights()] == [(draft, 12 * MIB)]
 
 
+def test_what_graphs_use_sleeps_and_wakes_as_weights_do_if_it_is_to_be_kept(
+    vllm: LoadedVllm, empty_memory: CuMemMemory
+) -> None:
+    empty_memory.keep_graphs()
+    empty_memory.settle(Module(), None)
+    with vllm.cumem.capturing():
+        ptr = vllm.allocate("between", 3 * MIB)
+    vllm.free("between")
+    (late,) = empty_memory.complete()
+    assert (late.ptr, late.size, late.tag.partition(":")[0]) == (ptr, 20 * MIB, "cudagraph")
+    assert vllm.driver.peek(ptr, 9) == bytes([GARBAGE]) * 9, "free blocks of weights become zero, these do not"
+    empty_memory.discard_kv()
+    empty_memory.unmap()
+    assert vllm.books_are_true()
+    assert not vllm.really_mapped()[ptr]
+    assert empty_memory.held_bytes() == 2 * MIB, "what is left is of the tag runtime"
+    empty_memory.remap()
+    empty_memory.restore_kv()
+    assert vllm.driver.peek(ptr, 3 * MIB) == bytes(3 * MIB)
+    assert vllm.books_are_true()
+
+
+def test_what_graphs_use_stays_where_nobody_asked(vllm: LoadedVllm, empty_memory: CuMemMemory) -> None:
+    vllm.cumem.lend_to_graphs()
+    empty_memory.settle(Module(), None)
+    with vllm.cumem.capturing():
+        ptr = vllm.allocate("between", 3 * MIB)
+    assert empty_memory.complete() == ()
+    empty_memory.unmap()
+    assert vllm.really_mapped()[ptr]
+    assert empty_memory.held_bytes() == 22 * MIB
+
+
 def test_weights_that_vllm_gave_up_are_told(vllm: LoadedVllm, memory: CuMemMemory) -> None:
     ptr, _ = vllm.tensors["embed"]
     vllm.free("embed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from coldsnap.engines.vllm.pools import Place, Row, backup_problems, discarded, layout_tag, rows_of, weights
+from coldsnap.engines.vllm.pools import Place, Row, backup_problems, discarded, graphs, layout_tag, rows_of, weights
 from coldsnap.testing.cuda import FakeDriver
 from coldsnap.testing.cumem import FakeCuMem, Form
 
@@ -59,6 +59,25 @@ def test_every_pool_of_a_tag_is_read_where_vllm_keeps_them_and_lives_where_it_do
         free[form] = [row.free for row in rows]
     assert free["0.33"] == [((row.ptr + MIB, MIB),) for row in rows]
     assert [bool(blocks) for blocks in free["0.26"]] == [False, True]
+
+
+def test_what_graphs_use_is_told_by_its_pool_and_has_no_free_blocks(vllm: LoadedVllm) -> None:
+    vllm.cumem.lend_to_graphs()
+    with vllm.cumem.capturing():
+        vllm.allocate("between", 3 * MIB)
+    vllm.free("between")  # the capture is over, and its graph goes on writing there
+    rows = rows_of(vllm.allocator)
+    (used,) = graphs(rows)
+    assert (used.size, used.free, used.asleep) == (20 * MIB, (), False)
+    assert {data.tag for data in vllm.allocator.pointer_to_data.values()} == {
+        "weights",
+        "kv_cache",
+        "workspace",
+        "runtime",
+        "default",
+    }
+    assert used not in weights(rows)
+    assert used not in discarded(rows)
 
 
 def test_a_backup_is_told_by_address_tag_and_size() -> None:

@@ -51,6 +51,7 @@ class Seen:
         phases = [one.document["seconds"] for one in self.rounds]
         names = dict.fromkeys(name for one in phases for name in one)
         workers = [worker for one in self.rounds for worker in one.document["workers"].values()]
+        steps = dict.fromkeys(name for one in workers for name in one["seconds"])
         return {
             "first_token_s": summary([one.verb.first_token_s for one in self.rounds]),
             "http_ready_s": summary([one.verb.http_ready_s for one in self.rounds]),
@@ -61,6 +62,7 @@ class Seen:
             "prompts_agreed": list(self.agreed),
             "streamed_equal": list(self.streams),
             "phases_s": {name: summary([one.get(name, 0.0) for one in phases]) for name in names},
+            "wake_s": {name: summary([one["seconds"].get(name, 0.0) for one in workers]) for name in steps},
             "sources": list(dict.fromkeys(one.document["source"] for one in self.rounds)),
             "transfers": list(dict.fromkeys(how for one in workers for how in one.get("transfer_path", {}).values())),
             "timeline": [

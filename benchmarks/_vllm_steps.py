@@ -140,6 +140,10 @@ class Steps:
                     (f"  {name}", f"{one['median']:.3f} s")
                     for name, one in seen["ahead"].document()["phases_s"].items()
                 ),
+                *(
+                    (f"  wake: {name}", f"{one['median']:.3f} s")
+                    for name, one in seen["ahead"].document()["wake_s"].items()
+                ),
                 *((f"capture: {name}", f"{value:.2f} s") for name, value in captured["seconds"].items()),
                 *((name, f"{value / 1e6:.1f} MB") for name, value in sizes.items()),
                 *((f"residual: {why}"[:44], f"{size} B") for why, size in captured["residual_reasons"].items()),

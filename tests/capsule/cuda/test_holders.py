@@ -97,6 +97,10 @@ def test_a_template_holds_no_device_and_has_not_initialised_cuda() -> None:
     )
     first, second = template_problems("u0", tree, {1001: RUNNING, 1002: RUNNING, 1003: None})
     assert "holds /dev/nvidiactl before it was placed" in first.message
+    assert first.message.endswith("its CUDA is running")
+    counted = TreeFacts(processes=(process(1001, ["/dev/nvidiactl"], [LIBCUDA, NVML]),))
+    (third,) = template_problems("u0", counted, {1001: None})
+    assert third.message.endswith("it has no CUDA state, so NVML opened them")
     assert "initialised CUDA before it was placed (the driver says running)" in second.message
     assert second.field == "u0: process 1002"
 

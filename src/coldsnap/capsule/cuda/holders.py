@@ -117,6 +117,7 @@ def template_problems(
         state = states.get(process.pid)
         if process.pid in users:
             message = f"holds {', '.join(users[process.pid])} before it was placed, so it is no template"
+            message += "; it has no CUDA state, so NVML opened them" if state is None else f"; its CUDA is {state}"
         elif state is not None:
             message = f"initialised CUDA before it was placed (the driver says {state}), so it is no template"
         else:

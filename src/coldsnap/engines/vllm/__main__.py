@@ -23,7 +23,7 @@ from types import FrameType
 
 from coldsnap.core.messages import WorkerSettings
 from coldsnap.engines.control import ControlServer
-from coldsnap.engines.kernel import trim_heap
+from coldsnap.engines.kernel import close_nvml, trim_heap
 from coldsnap.engines.local_model import pinned_files
 from coldsnap.engines.process import leave
 from coldsnap.engines.settings import model_source_from
@@ -120,6 +120,7 @@ class Front:
         found = versions()
         if self._template:
             import_engine(Path(args.model))
+            close_nvml()  # torch counts devices with it; a template holds none
             gc.collect()
             trim_heap()  # what imports left behind would lie in every copy
         for worker in self._workers:

@@ -32,6 +32,7 @@ from coldsnap.capsule.dumped import (
 from coldsnap.capsule.identity import end_process, is_running, start_ticks
 from coldsnap.capsule.memlog import memory_log
 from coldsnap.capsule.pagerefill import tasks_of
+from coldsnap.capsule.privatefiles import private_path
 from coldsnap.capsule.starting import init_error
 from coldsnap.capsule.unit import LinuxUnits
 from coldsnap.errors import (
@@ -189,11 +190,14 @@ def _dumped(**changes: object) -> DumpedUnit:
 
 def test_the_folders_record_round_trips_and_is_private(tmp_path: Path) -> None:
     (tmp_path / "core.img").write_bytes(b"123")
+    (tmp_path / "private-1.bin").write_bytes(b"12")
     entries = (
         PrivateEntry(root="run", path="a", mode=0o700),
-        PrivateEntry(root="shm", path="a/b c", mode=0o600, bytes=3, content="private-1.bin"),
+        PrivateEntry(root="shm", path="a/b c", mode=0o600, bytes=9, pieces=((0, 1), (8, 1)), content="private-1.bin"),
+        PrivateEntry(root="shm", path="hollow", mode=0o600, bytes=9),
     )
-    dumped = _dumped(files=(ImageFile(name="core.img", bytes=3),), private=entries)
+    files = (ImageFile(name="core.img", bytes=3), ImageFile(name="private-1.bin", bytes=2))
+    dumped = _dumped(files=files, private=entries)
     write_dumped_unit(tmp_path, dumped)
     assert (tmp_path / "unit.json").stat().st_mode & 0o777 == 0o600
     assert read_dumped_unit(tmp_path) == dumped
@@ -204,8 +208,8 @@ def test_the_folders_record_round_trips_and_is_private(tmp_path: Path) -> None:
     [
         "",
         "{}",
-        '{"format": 2}',
-        _dumped().model_dump_json().replace('"format":2', '"format":1'),
+        '{"format": 3}',
+        _dumped().model_dump_json().replace('"format":3', '"format":2'),
         _dumped().model_dump_json().replace('"files":[]', '"files":[{"name":"../x","bytes":1}]'),
         _dumped().model_dump_json().replace('"private":[]', '"private":[{"root":"run","path":"../x","mode":384}]'),
         _dumped().model_dump_json().replace('"private":[]', '"private":[{"root":"etc","path":"x","mode":384}]'),
@@ -217,6 +221,30 @@ def test_a_damaged_record_is_no_dump(tmp_path: Path, text: str) -> None:
     (tmp_path / "unit.json").write_text(text)
     with pytest.raises(IntegrityError, match=r"unit\.json is missing or damaged"):
         read_dumped_unit(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"pieces": ((0, 4), (3, 4))}, "is out of order"),
+        ({"pieces": ((4, 4), (0, 4))}, "is out of order"),
+        ({"pieces": ((0, 0),)}, "is out of order"),
+        ({"pieces": ((-1, 4),)}, "is not in the file"),
+        ({"pieces": ((8, 2),)}, "is not in the file"),
+        ({"bytes": None}, "is not in the file"),
+        ({"pieces": ()}, r"has 0 pieces and its content in private-1\.bin"),
+        ({"content": None}, "has 1 pieces and its content in None"),
+        ({"content": "../private-1.bin"}, "should match pattern"),
+    ],
+    ids=str,
+)
+def test_a_private_file_that_cannot_be_is_refused(changes: dict[str, object], fault: str) -> None:
+    sound = {"root": "shm", "path": "a", "mode": 0o600, "bytes": 9, "pieces": ((1, 8),), "content": "private-1.bin"}
+    entry = PrivateEntry(**sound)  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=fault):
+        PrivateEntry(**{**sound, **changes})  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"private-1\.bin is no file of 8 bytes"):
+        _dumped(files=(ImageFile(name="private-1.bin", bytes=9),), private=(entry,))
 
 
 _HEX = "0" * 64
@@ -291,7 +319,7 @@ def test_the_work_of_a_refill_is_every_piece_once(sizes: list[int]) -> None:
 @pytest.mark.parametrize("path", ["", "/etc/x", "a/../../x", "..", "a//b", "./a"])
 def test_a_private_path_never_leaves_its_root(path: str) -> None:
     with pytest.raises(ValueError, match="not clean"):
-        inside.private_path({"root": "run", "path": path})
+        private_path({"root": "run", "path": path})
     with pytest.raises(ValueError, match=r".+"):
         PrivateEntry(root="run", path=path, mode=0)
 
@@ -304,7 +332,7 @@ def test_what_runs_inside_a_unit_needs_the_standard_library_only() -> None:
     )
     command = [sys.executable, "-I", "-S", "-c", script, str(source)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    parts = ["channel", "enter", "init", "inside", "linux", "pagerefill", "rootfs", "thaw"]
+    parts = ["channel", "copying", "enter", "init", "inside", "linux", "pagerefill", "privatefiles", "rootfs", "thaw"]
     assert said == ["coldsnap", "coldsnap.capsule", *(f"coldsnap.capsule.{part}" for part in parts), "False"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ from coldsnap.capsule.criu import Criu, dump_command
 from coldsnap.capsule.criulog import criu_error, explained, telling_lines
 from coldsnap.capsule.deadline import Deadline
 from coldsnap.capsule.driver import DumpReport, RunningUnit
-from coldsnap.capsule.dumped import DumpedUnit, ImageFile, list_images, write_dumped_unit
+from coldsnap.capsule.dumped import DumpedUnit, ImageFile, PrivateEntry, list_images, write_dumped_unit
 from coldsnap.capsule.identity import is_running
 from coldsnap.capsule.memlog import memory_log
 from coldsnap.capsule.pagemove import move_pages
@@ -103,7 +104,7 @@ def dump(
 
 def _run(
     what: str, argv: tuple[str, ...], init_pidfd: int, images_fd: int, deadline: Deadline, phases: dict[str, float]
-) -> tuple[Any, ...]:
+) -> tuple[PrivateEntry, ...]:
     with memory_log() as log:
         channel, process = start_program("enter", (init_pidfd, images_fd, log.fd), label=what, output_fd=log.fd)
         phase = "criu"
@@ -119,7 +120,7 @@ def _run(
                         reached("dump.dumped")
                     case "saved":
                         phases[phase] = message["at"] - deadline.started
-                        return tuple(message["files"])
+                        return tuple(PrivateEntry.model_validate_json(json.dumps(one)) for one in message["files"])
                     case _:
                         raise _failed(what, message, log.text())
         except TimeoutError as error:

@@ -1,7 +1,7 @@
 """The images folder of one dumped tree: CRIU's files and one of ours, ``unit.json``.
 
 ``unit.json`` holds what CRIU does not: which PID is the root, which pipe was stdout, and the files that lay in the
-unit's private tmpfs (their contents are ``private-N.bin`` beside it), and the memory that was taken out of CRIU's
+unit's private tmpfs (what is in them is ``private-N.bin`` beside it), and the memory that was taken out of CRIU's
 images (``runs-PID.bin``; `pageruns` says which). It is written last, so a folder without it is not a finished dump, and
 it names every other file and its size: CRIU 4.1 takes a missing file for an empty one, and spins for ever on a page
 file that is too short. The folder is private (0700): it holds a process's memory.
@@ -42,13 +42,23 @@ class _Record(BaseModel):
 
 
 class PrivateEntry(_Record):
-    """A folder (``bytes`` None) or file of a private tmpfs; ``path`` is relative to ``root``."""
+    """A folder (``bytes`` None) or file of a private tmpfs; ``path`` is relative to ``root``.
+
+    ``pieces`` are (offset, size) of what is in the file, in order; the rest are holes. ``content`` is the file of the
+    images folder that holds the pieces, one after the other, and None when there are none.
+    """
 
     root: Literal["run", "shm"]
     path: str
     mode: int = Field(ge=0, le=0o7777)
     bytes: int | None = Field(default=None, ge=0)
+    pieces: tuple[tuple[int, int], ...] = ()
     content: str | None = Field(default=None, pattern=r"^private-\d+\.bin$")
+
+    @property
+    def saved_bytes(self) -> int:
+        """The size of ``content``."""
+        return sum(size for _, size in self.pieces)
 
     @field_validator("path")
     @classmethod
@@ -56,6 +66,17 @@ class PrivateEntry(_Record):
         if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
             raise ValueError("a private path is relative, and has no '.' or '..'")
         return path
+
+    @model_validator(mode="after")
+    def _sound(self) -> PrivateEntry:
+        end = 0
+        for offset, size in self.pieces:
+            if offset < end or size <= 0 or offset + size > (self.bytes or 0):
+                raise ValueError(f"the piece of {size} bytes at {offset} is not in the file, or is out of order")
+            end = offset + size
+        if bool(self.pieces) != (self.content is not None):
+            raise ValueError(f"a file has {len(self.pieces)} pieces and its content in {self.content}")
+        return self
 
 
 class ImageFile(_Record):
@@ -105,7 +126,7 @@ class MovedMemory(_Record):
 class DumpedUnit(_Record):
     """What a restore needs besides CRIU's own files. ``stopped`` are processes that stood still before the dump."""
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     kind: Literal["coldsnap-dumped-unit"] = "coldsnap-dumped-unit"
     unit: str
     root_pid: int = Field(gt=1)
@@ -124,6 +145,9 @@ class DumpedUnit(_Record):
         for one in self.memory:
             if sizes.get(one.name) != one.bytes:
                 raise ValueError(f"{one.name} is no file of {one.bytes} bytes")
+        for entry in self.private:
+            if entry.content is not None and sizes.get(entry.content) != entry.saved_bytes:
+                raise ValueError(f"{entry.content} is no file of {entry.saved_bytes} bytes")
         return self
 
 

@@ -21,7 +21,7 @@ import socket
 import time
 from typing import NoReturn
 
-from coldsnap.capsule import inside, linux
+from coldsnap.capsule import inside, linux, privatefiles
 from coldsnap.capsule.channel import Channel, Closed
 
 __all__ = ["main"]
@@ -51,7 +51,7 @@ def main(channel_fd: int, init_pidfd: int, images_fd: int, criu_log_fd: int) -> 
             raise ValueError(f"criu dump ended with {code}")
         channel.send({"event": "dumped", "at": time.monotonic()})
         phase = "private"
-        channel.send({"event": "saved", "files": inside.save_private(images_fd), "at": time.monotonic()})
+        channel.send({"event": "saved", "files": privatefiles.save_private(images_fd), "at": time.monotonic()})
     except Closed:
         _let_run(init_pidfd)
         os._exit(1)

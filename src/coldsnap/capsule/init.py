@@ -26,7 +26,7 @@ import time
 from binascii import a2b_base64
 from typing import Any, Final, NoReturn
 
-from coldsnap.capsule import inside, linux, rootfs
+from coldsnap.capsule import inside, linux, privatefiles, rootfs
 from coldsnap.capsule.channel import Channel, Closed
 from coldsnap.capsule.thaw import NotBack, Thaw
 
@@ -135,7 +135,7 @@ class _Init:
             os.close(tree)
         self._enter("files")
         files = config["files"]
-        inside.load_private(config["private"], self.images_fd, skip=frozenset(files))
+        privatefiles.load_private(config["private"], self.images_fd, skip=frozenset(files))
         for name, data in files.items():
             with open(os.open(f"{inside.RUN_ROOT}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(a2b_base64(data))

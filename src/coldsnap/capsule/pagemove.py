@@ -6,7 +6,6 @@ A process whose images are not understood, as a newer CRIU may write them, keeps
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import mmap
 import os
@@ -21,6 +20,7 @@ from typing import Final
 
 from coldsnap.capsule import criuimages, pageruns
 from coldsnap.capsule.aside import num_cores
+from coldsnap.capsule.copying import copy_range
 from coldsnap.capsule.criuimages import BadImage, PageMap
 from coldsnap.capsule.dumped import PROVED_BYTES, MovedMemory
 from coldsnap.capsule.pageruns import Part, Span
@@ -28,7 +28,6 @@ from coldsnap.capsule.pageruns import Part, Span
 __all__ = ["MovedPages", "move_pages"]
 
 _CORE = re.compile(r"^core-\d+\.img$")
-_BLOCK_BYTES: Final = 1 << 20
 _LOOK_BYTES: Final = 64
 _ZEROS: Final = bytes(pageruns.ZERO_BYTES)
 
@@ -134,29 +133,15 @@ def _move(images_dir: Path, process: _Process) -> tuple[tuple[int, int], ...]:
     with pages.open("r+b", buffering=0) as old, open(aside, "xb", buffering=0, opener=_private) as new:
         target = 0
         for offset, size in plan.staying:
-            target = _copy(old.fileno(), new.fileno(), offset, target, size)
+            target = copy_range(old.fileno(), new.fileno(), offset, target, size)
         for copy in plan.copies:
-            _copy(old.fileno(), old.fileno(), copy.source, copy.target, copy.size)
+            copy_range(old.fileno(), old.fileno(), copy.source, copy.target, copy.size)
         old.truncate(plan.size)
     if plan.size:
         pages.rename(runs)
     aside.rename(pages)
     (images_dir / f"pagemap-{process.pid}.img").write_bytes(criuimages.pagemap_image(left))
     return plan.pieces
-
-
-def _copy(source_fd: int, target_fd: int, source: int, target: int, size: int) -> int:
-    """Copy, and return the offset behind what was written."""
-    while size:
-        piece = os.pread(source_fd, min(size, _BLOCK_BYTES), source)
-        if not piece:
-            raise OSError(errno.EIO, "the pages end too early")
-        view = memoryview(piece)
-        while view:
-            written = os.pwrite(target_fd, view, target)
-            view, target = view[written:], target + written
-        source, size = source + len(piece), size - len(piece)
-    return target
 
 
 def _private(path: str, flags: int) -> int:

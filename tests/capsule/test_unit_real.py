@@ -497,7 +497,7 @@ def test_mounts_are_seen_inside_only_and_can_be_read_only(yard: Yard) -> None:
 def test_what_lies_in_the_hosts_shm_can_be_mounted_and_is_not_saved(yard: Yard, criu: Criu) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         weights = Path(folder) / "weights"
-        weights.write_bytes(b"w" * 4096)
+        weights.write_bytes(b"w" * 12288)
         mounts = (BindMount(source=Path(folder), target=Path(folder)), BindMount(source=weights, target=weights))
         unit = yard.launch(mounts=mounts)
         inside = Path(f"/proc/{unit.record().init_pid}/root{weights}")
@@ -506,7 +506,7 @@ def test_what_lies_in_the_hosts_shm_can_be_mounted_and_is_not_saved(yard: Yard, 
         private = {path.name for path in (yard.folder / "images").glob("private-*")}
         # settings.json, the lock and the named shared memory; neither the folder nor the file of the host
         assert len(private) == 3
-        assert 4096 not in {file.bytes for file in report.files if file.name in private}
+        assert 12288 not in {file.bytes for file in report.files if file.name in private}
         back = yard.keep(restore(yard.spec(mounts=mounts), yard.folder / "images", criu=criu, deadline_s=PATIENCE_S))
         assert yard.ask(back)["questions"] == 1
         back.kill()

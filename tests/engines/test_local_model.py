@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coldsnap.core.canonical import canonical_sha256
-from coldsnap.engines.local_model import checkpoint_files, model_files, resolve_local
-from coldsnap.errors import HostError, UserError
+from coldsnap.core.manifest import ModelSource
+from coldsnap.engines.local_model import checkpoint_files, model_files, pinned_files, resolve_local
+from coldsnap.engines.safetensors import metadata_sha256
+from coldsnap.errors import HostError, IntegrityError, UserError
 from coldsnap.testing.checkpoint import write_checkpoint
 
 
@@ -109,3 +112,18 @@ def test_links_to_files_are_as_good_as_files(tmp_path: Path) -> None:
     (folder / "config.json").rename(tmp_path / "blob")
     (folder / "config.json").symlink_to(tmp_path / "blob")
     assert resolve_local(folder, model_id="m").revision == wanted
+
+
+def test_the_headers_of_another_checkpoint_than_the_pinned_one_are_refused_by_both_digests(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    pinned = resolve_local(folder)
+    source = ModelSource(model_id=pinned.id, revision=pinned.revision, metadata_sha256=pinned.metadata_sha256)
+    assert pinned_files(folder, source) == checkpoint_files(folder)
+    shutil.rmtree(folder)
+    write_checkpoint(folder, tensors={"other": 64})
+    found = metadata_sha256(checkpoint_files(folder))
+    with pytest.raises(
+        IntegrityError, match=f"{folder} changed since it was pinned.*plan the operation again"
+    ) as caught:
+        pinned_files(folder, source)
+    assert caught.value.facts == {"found": str(found), "expected": str(pinned.metadata_sha256)}

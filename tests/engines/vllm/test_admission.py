@@ -11,6 +11,7 @@ import pytest
 
 from coldsnap.core.request import DriverId, OperationRequest, request_document, request_from
 from coldsnap.engines.vllm.outer import PLUGIN
+from coldsnap.engines.vllm.refusals import SLEEP_MODE
 from coldsnap.errors import Problem
 from coldsnap.ops.planning import plan_capture
 from coldsnap.ops.recipe import Recipe
@@ -105,13 +106,15 @@ def test_sleep_mode_that_is_switched_off_is_refused(plan: Plan) -> None:
     def switch_off(words: list[str]) -> None:
         words[words.index("--enable-sleep-mode")] = "--no-enable-sleep-mode"
 
-    fields = [one.field for one in problems(plan(), changed_command(switch_off))]
-    assert f"{UNIT}.command.--enable-sleep-mode" in fields
+    found = problems(plan(), changed_command(switch_off))
+    sleep = next(one for one in found if one.field == f"{UNIT}.command.--enable-sleep-mode")
+    assert (sleep.value, sleep.message, sleep.cure) == ("False", SLEEP_MODE.message, SLEEP_MODE.cure)
 
 
 def test_sleep_mode_on_a_processor_is_refused(plan: Plan) -> None:
     found = problems(plan("host"), changed_command(lambda words: words.append("--enable-sleep-mode")))
-    assert f"{UNIT}.command.--enable-sleep-mode" in [one.field for one in found]
+    sleep = next(one for one in found if one.field == f"{UNIT}.command.--enable-sleep-mode")
+    assert (sleep.value, sleep.message) == ("true", "needs a GPU, and driver host has none")
 
 
 def test_another_loader_than_ours_is_refused(plan: Plan) -> None:

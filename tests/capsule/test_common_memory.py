@@ -20,6 +20,8 @@ from coldsnap.capsule.dumped import read_dumped_unit
 from coldsnap.capsule.restore import restore
 from coldsnap.testing.yard import PATIENCE_S, Yard
 
+from .conftest import newer_criu  # isort: skip
+
 pytestmark = pytest.mark.criu
 
 _NAMES = ("root", "elder", "grandchild", "younger")
@@ -120,21 +122,23 @@ def _pages(images: Path, pid: int) -> tuple[set[int], set[int]]:
     return moved, {page for run in pagemap.runs for page in range(run.address, run.address + run.size, PAGE_BYTES)}
 
 
-def test_every_process_has_its_own_pages_again_and_nobody_else_s(yard: Yard, criu: Criu) -> None:
-    unit = _launch(yard)
+def _differences(yard: Yard, unit: RunningUnit, criu: Criu, freezing: Criu | None = None) -> list[tuple[str, str, str]]:
+    """Freeze and restore: (case, process, area) of every slot that is another afterwards."""
     cases, before = yard.ask(unit, "cases"), yard.ask(unit)
     assert len(set(cases)) == 3 * 4**3
-    dump(unit, yard.folder / "images", criu=criu, deadline_s=PATIENCE_S)
-    back = yard.keep(restore(yard.spec("back"), yard.folder / "images", criu=criu, deadline_s=PATIENCE_S))
-    after = yard.ask(back)
-    different = [
+    dump(unit, yard.folder / "images", criu=freezing or criu, deadline_s=PATIENCE_S)
+    after = yard.ask(yard.keep(restore(yard.spec("back"), yard.folder / "images", criu=criu, deadline_s=PATIENCE_S)))
+    return [
         (case, process, area)
         for process in _NAMES
         for area, sums in before[process].items()
         for case, one, two in zip(cases, sums, after[process][area], strict=True)
         if one != two
     ]
-    assert different == []
+
+
+def test_every_process_has_its_own_pages_again_and_nobody_else_s(yard: Yard, criu: Criu) -> None:
+    assert _differences(yard, _launch(yard), criu) == []
 
     # Every way in which a child's page and its parent's can be kept occurs, and not just once.
     parents = read_parents((yard.folder / "images" / "pstree.img").read_bytes())
@@ -146,3 +150,10 @@ def test_every_process_has_its_own_pages_again_and_nobody_else_s(yard: Yard, cri
                 assert len(mine & theirs) > 8
             assert all(len(mine.difference(*places[parent])) > 8 for mine in places[child]), "the child's alone"
             assert all(len(theirs.difference(*places[child])) > 8 for theirs in places[parent]), "the parent's alone"
+
+
+@pytest.mark.parametrize("left", [(1001,), (1002,), (1003, 1004)], ids=["root", "elder", "the others"])
+def test_images_that_are_not_understood_may_be_anybody_s(yard: Yard, criu: Criu, left: tuple[int, ...]) -> None:
+    assert _differences(yard, _launch(yard), criu, newer_criu(yard.folder, criu, left)) == []
+    moved = {one.pid for one in read_dumped_unit(yard.folder / "images").memory}
+    assert moved == {1001, 1002, 1003, 1004} - set(left)

@@ -30,7 +30,7 @@ from coldsnap.core.digest import Digest
 from coldsnap.errors import ColdsnapError, DeadlineExceeded, IntegrityError, OutOfSpace, PeerError
 from coldsnap.testing.yard import PATIENCE_S, Yard
 
-from .conftest import Clock, at  # isort: skip
+from .conftest import Clock, at, newer_criu  # isort: skip
 
 pytestmark = pytest.mark.criu
 
@@ -46,16 +46,6 @@ from coldsnap.core.points import install
 install(lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == "unit.memory" else None)
 spec = UnitSpec(unit=sys.argv[1], log_path=Path(sys.argv[2]))
 restore(spec, Path(sys.argv[3]), criu=Criu(path=Path(sys.argv[4]), version=(4, 1, 1)), deadline_s=60)
-"""
-
-# Gives the first entry of a pagemap a field that no CRIU has today, as another CRIU might.
-_NEWER = """
-import struct
-path = "/proc/self/fd/10/pagemap-1001.img"
-data = open(path, "rb").read()
-size, = struct.unpack_from("<I", data, 14)
-entry = data[18 : 18 + size] + bytes([15 << 3, 1])
-open(path, "wb").write(data[:14] + struct.pack("<I", len(entry)) + entry + data[18 + size :])
 """
 
 
@@ -166,11 +156,8 @@ def test_a_process_that_stood_still_stands_still_again(yard: Yard, criu: Criu) -
 
 
 def test_images_that_are_not_understood_are_left_as_they_are(yard: Yard, criu: Criu) -> None:
-    newer = yard.folder / "newer-criu"
-    newer.write_text(f"#!/bin/sh\n{criu.path} \"$@\" || exit\nexec {sys.executable} -I -S -c '{_NEWER}'\n")
-    newer.chmod(0o700)
     unit = yard.launch(megabytes=8)
-    report = dump(unit, yard.folder / "images", criu=Criu(path=newer, version=criu.version), deadline_s=PATIENCE_S)
+    report = dump(unit, yard.folder / "images", criu=newer_criu(yard.folder, criu, {1001}), deadline_s=PATIENCE_S)
     assert [note for note in report.notes if "process 1001" in note and "field 15" in note] == list(report.notes)
     assert len(report.notes) == 1
     assert [one.pid for one in read_dumped_unit(yard.folder / "images").memory if one.pid == 1001] == []

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 import sys
 from ipaddress import ip_address
 
@@ -13,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coldsnap.capsule.nettables import InetSocket
+from coldsnap.capsule import nettables, ports
+from coldsnap.capsule.nettables import InetSocket, parse_inet_diag, read_listeners
 from coldsnap.capsule.ports import check_port_free, conflicting_listeners
 from coldsnap.errors import ResourceBusy, UsageError
 
@@ -51,6 +54,59 @@ def test_only_a_listener_on_that_very_port_conflicts(wanted: int, theirs: int, s
     assert bool(found) == (wanted == theirs and state == "listen")
 
 
+@pytest.fixture(params=["netlink", "no netlink", "no inet_diag"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the kernel tells who listens; where it refuses a question, the tables are read."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(2, "sock_diag refused")
+
+    if request.param == "no netlink":
+        monkeypatch.setattr(nettables, "ask_sockets", refuse)
+    elif request.param == "no inet_diag":
+        monkeypatch.setattr(nettables, "parse_inet_diag", refuse)
+    else:
+        monkeypatch.setattr(ports, "parse_inet", refuse)
+    return str(request.param)
+
+
+def test_the_kernel_tells_the_same_both_ways() -> None:
+    hosts = (("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::1", socket.AF_INET6))
+    with contextlib.ExitStack() as closing:
+        ours = [closing.enter_context(socket.create_server((host, 0), family=family)) for host, family in hosts]
+        connected = closing.enter_context(socket.create_connection(ours[0].getsockname()))
+        mine = {os.fstat(one.fileno()).st_ino for one in (*ours, connected)}
+        asked = read_listeners()
+        assert asked is not None, "the kernels of these tests have inet_diag"
+        tables = [one for one in ports._tables() if one.state == "listen"]
+        by_inode = {one.inode: one for one in asked}
+        assert {inode: one for inode, one in by_inode.items() if inode in mine} == {
+            one.inode: one for one in tables if one.inode in mine
+        }
+        assert {one.state for one in asked} == {"listen"}
+        assert len(mine & by_inode.keys()) == len(ours), "what is only connected does not listen"
+
+
+def test_an_answer_is_read_by_its_offsets() -> None:
+    """linux/inet_diag.h: family, state, timer, retrans; ports and addresses in the network's order; then counts."""
+    body = struct.pack("=BBBB", 10, 10, 0, 0) + struct.pack(">HH", 8000, 9) + ip_address("fe80::1").packed
+    body += ip_address("::2").packed + bytes(12) + bytes(16) + struct.pack("=I", 77) + b"attributes"
+    assert parse_inet_diag(body) == InetSocket(
+        family="tcp6",
+        state="listen",
+        local_host="fe80::1",
+        local_port=8000,
+        remote_host="::2",
+        remote_port=9,
+        inode=77,
+    )
+    with pytest.raises(struct.error):
+        parse_inet_diag(body[:71])
+    with pytest.raises(OSError, match="family 1 "):
+        parse_inet_diag(b"\x01" + body[1:])
+
+
+@pytest.mark.usefixtures("way")
 def test_an_owner_is_named_and_a_free_port_passes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -62,6 +118,7 @@ def test_an_owner_is_named_and_a_free_port_passes() -> None:
     check_port_free("127.0.0.1", port)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_listener_that_would_share_its_port_is_still_in_the_way() -> None:
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

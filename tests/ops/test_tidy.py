@@ -117,6 +117,17 @@ def test_a_lease_that_cannot_be_read_says_how_it_comes_back(shop: Shop) -> None:
     assert plan_tidy(shop.tools).items == ()
 
 
+def test_a_lease_that_stands_there_already_is_not_written_again(shop: Shop) -> None:
+    path = shop.tools.state.artifacts / f"{shop.loaded.digest.hex}.json"
+    before = path.stat()
+    lease(shop.tools, shop.loaded.path, shop.loaded.artifact)
+    after = path.stat()
+    assert (after.st_ino, after.st_ctime_ns) == (before.st_ino, before.st_ctime_ns)
+    path.chmod(0o666)  # whatever others may have written there
+    lease(shop.tools, shop.loaded.path, shop.loaded.artifact)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def lease_file(shop: Shop) -> Path:
     return shop.tools.state.artifacts / f"{shop.loaded.digest.hex}.json"
 

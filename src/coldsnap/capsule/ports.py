@@ -1,7 +1,7 @@
 """Whether a port can be served on. CRIU restores a listener onto an occupied port without a word (two engines then
 share it at random), so occupancy is ours to check first.
 
-A table is read, no socket is bound: a trial bind would itself hold the port for a moment, and says nothing about
+The kernel is asked, no socket is bound: a trial bind would itself hold the port for a moment, and says nothing about
 the owner.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from coldsnap.capsule.nettables import InetSocket, parse_inet
+from coldsnap.capsule.nettables import InetSocket, parse_inet, read_listeners
 from coldsnap.errors import ResourceBusy, UsageError
 
 __all__ = ["check_port_free", "conflicting_listeners"]
@@ -29,13 +29,8 @@ def check_port_free(host: str, port: int) -> None:
     """
     if not 1 <= port <= 65535:
         raise UsageError(f"port {port} is out of range", cure="choose one from 1 to 65535")
-    tables = [
-        one
-        for family in ("tcp", "tcp6")
-        if (path := _PROC / "net" / family).exists()
-        for one in parse_inet(path.read_text(), family=family)
-    ]
-    if not (taken := conflicting_listeners(tables, _addresses(host), port)):
+    listeners = read_listeners()
+    if not (taken := conflicting_listeners(_tables() if listeners is None else listeners, _addresses(host), port)):
         return
     owner = next((found for one in taken if (found := _owner(one.inode)) is not None), None)
     who = f"process {owner[0]} ({owner[1]})" if owner else "a process of another namespace"
@@ -58,6 +53,14 @@ def conflicting_listeners(
         and one.local_port == port
         and any(_overlap(_plain(ip_address(one.local_host)), mine) for mine in wanted)
     ]
+
+
+def _tables() -> Iterator[InetSocket]:
+    """The slow way, for kernels that do not answer."""
+    for family in ("tcp", "tcp6"):
+        path = _PROC / "net" / family
+        if path.exists():
+            yield from parse_inet(path.read_text(), family=family)
 
 
 def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:

@@ -60,8 +60,17 @@ class Lease(Record):
 def lease(tools: Tools, path: Path, artifact: SnapshotArtifact) -> Lease:
     """Keep what ``artifact`` needs from now on. Idempotent; the newest path wins."""
     record = _needs_of(path, artifact)
-    _write(tools, record)
+    if not _is_written(tools, record):
+        _write(tools, record)
     return record
+
+
+def _is_written(tools: Tools, record: Lease) -> bool:
+    """Whether it stands there already: a restore need not wait for the disk twice."""
+    try:
+        return lease_of(tools, record.artifact) == record
+    except ColdsnapError:  # unreadable, so it is written again
+        return False
 
 
 def _needs_of(path: Path, artifact: SnapshotArtifact) -> Lease:

@@ -13,6 +13,7 @@ import typer
 
 from coldsnap import __version__
 from coldsnap.cli import main
+from coldsnap.core.points import install
 from coldsnap.core.receipt import parse_receipt
 from coldsnap.core.request import parse_request, request_sha256
 from coldsnap.core.schema import SCHEMAS
@@ -313,6 +314,23 @@ def test_delete_asks_and_takes_no_for_an_answer(coldsnap: Coldsnap, kit: Desk, a
     assert ran.code == 2
     assert "add --yes" in ran.err
     assert artifact.exists()
+
+
+@pytest.mark.parametrize("point", ["delete.swept", "delete.forgotten"])
+def test_an_interrupted_delete_says_so_and_goes_on(coldsnap: Coldsnap, kit: Desk, artifact: Path, point: str) -> None:
+    def interrupt(name: str) -> None:
+        if name == point:
+            raise KeyboardInterrupt
+
+    install(interrupt)
+    try:
+        ran = coldsnap("delete", artifact, "--yes", "--json")
+    finally:
+        install(None)
+    assert (ran.code, ran.said["error"], artifact.exists()) == (130, "OperationInterrupted", True)
+    assert "still says what is left" in ran.said["message"]
+    assert coldsnap("delete", artifact, "--yes").code == 0
+    assert not artifact.exists()
 
 
 def test_logs_shows_the_end(coldsnap: Coldsnap, kit: Desk, artifact: Path) -> None:

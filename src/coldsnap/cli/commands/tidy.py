@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -117,10 +120,11 @@ def delete(
     parts = published.parts if published is not None else ()
     if not dry_run:
         _confirm(yes=yes)
-        if published is not None:
-            parts = run_unpublish(tools, published)
-        if local is not None:
-            run_delete(tools, local)
+        with _told_when_interrupted(artifact):
+            if published is not None:
+                parts = run_unpublish(tools, published)
+            if local is not None:
+                run_delete(tools, local)
     if as_json:
         items = local.sweep.items if local is not None else ()
         print_json(
@@ -162,6 +166,18 @@ def _show(local: DeletePlan | None, published: UnpublishPlan | None) -> None:
         print_lines([f"  stays: {digest}, needed by {path}" for digest, path in local.shared])
         print_lines([f"  then: {local.signature}"] if local.signature is not None else [])
         print_lines([f"  last: {local.artifact.path}"])
+
+
+@contextmanager
+def _told_when_interrupted(artifact: Path) -> Iterator[None]:
+    """Say what an interrupted delete left. One whose descriptor is gone had come to its end."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not artifact.exists():
+            raise
+        message = f"delete was interrupted: what is gone stays gone, and {artifact} still says what is left"
+        raise OperationInterrupted(message, cure="run it again, it goes on from there") from error
 
 
 def _confirm(*, yes: bool) -> None:

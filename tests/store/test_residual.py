@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 import zlib
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from coldsnap.core.digest import Digest
 from coldsnap.errors import IntegrityError, OperationInterrupted, ResourceBusy, UsageError
 from coldsnap.store.residual import ResidualSource, write_residual
+from coldsnap.store.staging import HOLE_BYTES
 
 
 def source(ptr: int, data: bytes) -> ResidualSource:
@@ -37,6 +39,21 @@ def test_golden_bytes_are_in_address_order_padded_to_pages(tmp_path: Path) -> No
     ]
     row = written.extents[2].in_allocation(0x3000)
     assert (row.ptr, row.size, row.allocation_ptr, row.offset) == (0x3000, 4097, 0x3000, 8192)
+
+
+def test_zeros_are_not_written(tmp_path: Path) -> None:
+    """Their space is reserved; whoever looks for holes finds them all the same, until somebody has read them."""
+    parts = [b"a" * 4096, bytes(9 << 20), b"b" * 4096]
+    written = write_residual(tmp_path / "weights.blob", [source(n << 30, data) for n, data in enumerate(parts)])
+    assert written is not None
+    whole = b"".join(parts)
+    with written.path.open("rb") as file:
+        hole = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        data = os.lseek(file.fileno(), hole, os.SEEK_DATA)
+    assert hole <= HOLE_BYTES
+    assert len(whole) - data <= HOLE_BYTES
+    assert (written.path.read_bytes(), written.sha256) == (whole, Digest.of(whole))
+    assert [one.crc32 for one in written.extents] == [zlib.crc32(part) for part in parts]
 
 
 def test_is_private_and_the_only_file(tmp_path: Path) -> None:

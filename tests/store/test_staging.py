@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def zeros(blocks: float) -> bytes:
     return bytes(int(blocks * HOLE_BYTES))
 
 
+@pytest.mark.parametrize("kind", [bytes, memoryview])
 @pytest.mark.parametrize("offset", [0, 3 * HOLE_BYTES])
 @pytest.mark.parametrize(
     ("data", "written_blocks"),
@@ -33,11 +35,11 @@ def zeros(blocks: float) -> bytes:
     ],
 )
 def test_every_byte_is_there_and_zeros_take_no_space(
-    tmp_path: Path, data: bytes, written_blocks: int, offset: int
+    tmp_path: Path, data: bytes, written_blocks: int, offset: int, kind: Callable[[bytes], bytes | memoryview]
 ) -> None:
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(offset + len(data))
-        write_around_zeros(file.fileno(), data, offset)
+        write_around_zeros(file.fileno(), kind(data), offset)
         assert os.pread(file.fileno(), offset + len(data) + 1, 0) == bytes(offset) + data
         os.fsync(file.fileno())
         assert os.fstat(file.fileno()).st_blocks * 512 <= written_blocks * HOLE_BYTES

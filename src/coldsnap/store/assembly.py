@@ -3,7 +3,7 @@
     caller's thread: copies the sources into blocks of 4 MiB
         |--> whole-file SHA-256
         |--> per-extent digests
-        '--> pwrite ---> fdatasync now and then
+        '--> pwrite, but for zeros ---> fdatasync now and then
 
 Each arrow is a thread with a queue. All three read the same private block, so what is hashed is what is
 written, even while the source changes; and a block goes back to the pool when all three are done with it. The
@@ -28,7 +28,7 @@ from coldsnap.core.digest import Digest
 from coldsnap.core.extents import padded
 from coldsnap.store.meter import Meter
 from coldsnap.store.sources import Source, chunks_of
-from coldsnap.store.staging import write_all
+from coldsnap.store.staging import write_around_zeros
 
 __all__ = ["BLOCK_BYTES", "CrcTally", "DigestTally", "Tally", "assemble"]
 
@@ -133,7 +133,7 @@ class _Flusher:
             raise self._error
 
     def write(self, block: _Block) -> None:
-        write_all(self._fd, memoryview(block.data)[: block.used], block.offset)
+        write_around_zeros(self._fd, memoryview(block.data)[: block.used], block.offset)
         self._dirty_bytes += block.used
         if self._dirty_bytes >= _FLUSH_BYTES and self._wanted.empty():
             self._dirty_bytes = 0

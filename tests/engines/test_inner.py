@@ -399,6 +399,21 @@ class TestWake:
         with pytest.raises(IntegrityError, match=r"damaged\.blob"):
             live.wake(exported, residual=str(damaged))
 
+    def test_a_wake_says_what_each_step_took(self, asleep: tuple[Driven, Exported]) -> None:
+        live, exported = asleep
+        steps = (
+            "manifest_read",
+            "manifest_parse",
+            "admit",
+            "admit_residual",
+            "remap",
+            "pack",
+            "residual",
+            "after_wake",
+        )
+        assert set(live.wake(exported).seconds) == set(steps)
+        live.sleep()
+
     def test_a_residual_is_proved_once(self, asleep: tuple[Driven, Exported], monkeypatch: pytest.MonkeyPatch) -> None:
         live, exported = asleep
         path = residual_of(exported)

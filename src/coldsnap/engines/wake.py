@@ -10,7 +10,7 @@ Whoever calls this unmaps when it raises; then it can be called again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -64,11 +64,7 @@ def fill_memory(
     or IntegrityError for bytes that are not the captured ones, UsageError for a body that lacks something,
     ResourceBusy when an address is taken, OperationInterrupted when the caller went away.
     """
-    try:
-        return _Wake(body, memory, call, started_with, known, relocation).run()
-    finally:
-        if isinstance(memory, DeviceMemory):
-            memory.trim()  # kept from the pack for the residual
+    return _Wake(body, memory, call, started_with, known, relocation).run()
 
 
 class _Wake:
@@ -92,9 +88,25 @@ class _Wake:
         self._zeroed = False
 
     def run(self) -> WakeReport:
+        try:
+            model_bytes, residual_bytes = self._fill()
+        finally:
+            if isinstance(self._memory, DeviceMemory):
+                with timed(self._seconds, "trim"):
+                    self._memory.trim()  # kept from the pack for the residual
+        return WakeReport(
+            source=self._body.source,
+            model_bytes=model_bytes,
+            residual_bytes=residual_bytes,
+            seconds=self._seconds,
+            transfer_path=self._paths,
+        )
+
+    def _fill(self) -> tuple[int, int]:
+        """Everything; the bytes of the model, and of the residual."""
         model_bytes = residual_bytes = 0
         if self._body.source is PackSource.NATIVE:
-            native = parse_native_manifest(self._manifest(self._body.native_manifest))
+            native = self._manifest(self._body.native_manifest, parse_native_manifest)
             if self._relocation is not None:
                 native = self._relocation.native(native)
             self._check_allocations(native.entries)
@@ -105,7 +117,7 @@ class _Wake:
                 model_bytes = self._native(pack, native)
                 residual_bytes = self._residual(residual, native.residual_extents)
         elif self._body.source is PackSource.RECOVERY:
-            recovery = parse_recovery_manifest(self._manifest(self._body.recovery_manifest))
+            recovery = self._manifest(self._body.recovery_manifest, parse_recovery_manifest)
             if self._relocation is not None:
                 recovery = self._relocation.recovery(recovery)
             self._check_allocations(recovery.entries)
@@ -120,17 +132,13 @@ class _Wake:
                 residual_bytes = self._residual(residual, recovery.residual_extents)
         else:
             self._remap()
-        return WakeReport(
-            source=self._body.source,
-            model_bytes=model_bytes,
-            residual_bytes=residual_bytes,
-            seconds=self._seconds,
-            transfer_path=self._paths,
-        )
+        return model_bytes, residual_bytes
 
-    def _manifest(self, path: str) -> bytes:
+    def _manifest(self, path: str, parse: Callable[[bytes], T]) -> T:
         with timed(self._seconds, "manifest_read"):
-            return read_private(Path(path), MANIFEST_LIMIT_BYTES)
+            data = read_private(Path(path), MANIFEST_LIMIT_BYTES)
+        with timed(self._seconds, "manifest_parse"):
+            return parse(data)
 
     def _check_allocations(self, wanted: Sequence[Allocation]) -> None:
         if problems := allocation_problems(self._memory.allocations, wanted):

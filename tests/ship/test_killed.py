@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from coldsnap.capsule.image import open_capsule
+from coldsnap.capsule.prepared import is_prepared
 from coldsnap.core.digest import Digest
 from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
 from coldsnap.store.payloads import PayloadStore
@@ -145,3 +147,35 @@ def test_a_killed_download_ends_right(harbour: Harbour) -> None:
         assert PayloadStore(StateRoot.open(one.state_root)).exists(next(iter(loaded.packs().values())).sha256)
         assert [path for path in one.state_root.rglob("*") if "partial" in path.name] == []
     assert killed >= KILLS // 2
+
+
+def test_a_prepare_and_a_gc_beside_it_that_are_killed_leave_nothing_false(harbour: Harbour) -> None:
+    """One state root all the time; what a prepare that ended well brought stays until somebody takes it away."""
+    loaded = harbour.publish_both()
+    wire = Tripwire(harbour.servers)
+    state_root = harbour.folder / "state-b"
+
+    def fresh(verb: str) -> Errand:
+        return errand(harbour, verb, state_root=state_root, artifact=loaded.path)
+
+    run_errand(fresh("prepare"))
+    total = wire.count
+    state = StateRoot.open(state_root)
+    pack = next(iter(loaded.packs().values())).sha256
+    for count in points(total, "beside gc"):
+        for folder in (state.payloads, state.capsules, state.prepared):
+            shutil.rmtree(folder)
+            folder.mkdir(mode=0o700)
+        sweeps = [start_errand(fresh("gc")) for _ in range(2)]
+        kill_at(wire, fresh("prepare"), count)
+        sweeps[0].kill()
+        for one in sweeps:
+            one.join()
+        assert sweeps[1].exitcode == 0
+        check_eligible(state_root, loaded)
+        run_errand(fresh("prepare"))
+        run_errand(fresh("gc"))
+        check_eligible(state_root, loaded)
+        assert PayloadStore(state).exists(pack)
+        assert is_prepared(state, loaded.capsule_digest("u0"), loaded.expected_files("u0"))
+        assert [path for path in state_root.rglob("*") if "partial" in path.name] == []

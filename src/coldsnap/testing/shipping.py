@@ -18,12 +18,13 @@ from pathlib import Path
 
 from coldsnap.core.digest import Digest
 from coldsnap.core.points import install
+from coldsnap.errors import ResourceBusy
 from coldsnap.ops.activating import activation_request
 from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
 from coldsnap.ops.preparing import prepare
 from coldsnap.ops.publish import publish, publish_capsules_request
 from coldsnap.ops.publish_native import publish_native, publish_packs_request
-from coldsnap.ops.tidy import plan_delete, run_delete
+from coldsnap.ops.tidy import plan_delete, plan_tidy, run_delete, run_tidy
 from coldsnap.ops.tools import Tools
 from coldsnap.ops.unpublishing import plan_unpublish, run_unpublish
 from coldsnap.ship.access import HubAccess
@@ -45,7 +46,8 @@ _CONTEXT.set_forkserver_preload([__name__, "huggingface_hub.hf_api", "httpx2"])
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """One verb: ``publish``, ``publish-native``, ``prepare``, or ``delete`` with what ``--scope`` says in ``to``.
+    """One verb: ``publish``, ``publish-native``, ``prepare``, ``delete`` with what ``--scope`` says in ``to``, or
+    ``gc``, which is content when another operation runs.
 
     ``to`` is else the target, ``output`` the new descriptor. ``stops_at``: the point at which it kills itself.
     ``limit_bytes`` is how much more memory than it has at the start the child may take for data.
@@ -80,6 +82,9 @@ def run_errand(errand: Errand) -> None:
             install(lambda name: os.kill(os.getpid(), signal.SIGKILL) if name == errand.stops_at else None)
         if errand.verb == "delete":
             _delete(tools, loaded, errand.to)
+        elif errand.verb == "gc":
+            with contextlib.suppress(ResourceBusy):
+                run_tidy(tools, plan_tidy(tools))
         elif errand.verb == "prepare":
             prepare(tools, loaded, activation_request(loaded, operation_id=errand.operation_id))
         elif errand.verb == "publish":

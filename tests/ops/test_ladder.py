@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from coldsnap.capsule.driver import UnitSpec
+from coldsnap.core.artifact import artifact_bytes, artifact_document, artifact_from
 from coldsnap.core.request import request_document, request_from
 from coldsnap.errors import (
     AcceptanceFailed,
@@ -295,6 +296,25 @@ def test_a_tree_that_does_not_come_back_leads_to_a_cold_start(cold_shop: Shop) -
     cold_shop.kit.units.controller_dies()
     assert cold_shop.kit.units.running() == ("u0",), "a released unit outlives its controller"
     stop_service(cold_shop.tools, "svc")
+
+
+def test_a_service_whose_secret_is_in_its_image_alone_never_starts_without_it(cold_shop: Shop, tmp_path: Path) -> None:
+    """With the key that it asks its callers for: a server started cold would be open to anybody."""
+    document = artifact_document(cold_shop.loaded.artifact)
+    for binding in document["runtime"]["bindings"]:
+        if binding["kind"] == "coldsnap-hygiene":
+            binding.update(allowed_secrets=["VLLM_API_KEY"], publishable=False)
+    path = tmp_path / "guarded.json"
+    path.write_bytes(artifact_bytes(artifact_from(document)))
+    shop = replace(cold_shop, loaded=load_artifact(path))
+    shop.kit.units.fail_next("restore", CriuError("no"))
+    with pytest.raises(CriuError) as caught:
+        shop.restore()
+    assert calls(shop, "launch") == 0
+    leaves_nothing(shop)
+    (step,) = [step for step in caught.value.facts["ladder"] if step["rung"] == "cold"]  # type: ignore[attr-defined]
+    reason = "VLLM_API_KEY is in the process image alone, and a process that starts cold is without"
+    assert step == {"rung": "cold", "outcome": "skipped", "reason": reason}
 
 
 def test_wrong_answers_of_a_restored_tree_lead_to_a_cold_start(cold_shop: Shop) -> None:

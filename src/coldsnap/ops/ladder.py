@@ -29,6 +29,7 @@ from coldsnap.ops.artifacts import LoadedArtifact
 from coldsnap.ops.gates import Gate, refuse_unless_open, restore_gates
 from coldsnap.ops.overlay import FoundOverlay, find_overlay
 from coldsnap.ops.providers import decide_provider
+from coldsnap.ops.publishing import secrets_of
 from coldsnap.ops.tools import Tools
 
 __all__ = ["Climb", "Route", "plan_route"]
@@ -76,7 +77,7 @@ def plan_route(
         overlay=(overlay.loaded is not None, overlay.reason) if overlay is not None else None,
         closed=_closed(gates),
         may_recover=(False, "this is a negative control") if first_only else _may_recover(request),
-        may_start_cold=(False, "this is a negative control") if first_only else _may_start_cold(request),
+        may_start_cold=(False, "this is a negative control") if first_only else _may_start_cold(loaded, request),
     )
     if not any(one.open for one in rungs):
         refuse_unless_open(subject, gates)
@@ -150,9 +151,11 @@ def _may_recover(request: OperationRequest) -> tuple[bool, str]:
     return True, f"policy.weights.mode is {weights.mode.value}"
 
 
-def _may_start_cold(request: OperationRequest) -> tuple[bool, str]:
+def _may_start_cold(loaded: LoadedArtifact, request: OperationRequest) -> tuple[bool, str]:
     if request.lifecycle.activation_state is ActivationState.WARM:
         return False, "a service that starts cold has its weights already, and warm asks for one without"
     if request.extension is None or not request.extension.cold_start:
         return False, "the recipe does not allow a cold start"
+    if secrets := secrets_of(loaded.artifact):  # such as the key that a service asks its callers for
+        return False, f"{', '.join(secrets)} is in the process image alone, and a process that starts cold is without"
     return True, "the recipe allows a cold start"

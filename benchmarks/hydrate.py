@@ -115,7 +115,7 @@ class Bench:
             else:
                 for at in range(0, self.total, PIECE):
                     os.pread(self.fd, PIECE, at)
-            facts = file_facts(self.fd, start=0, end=self.total, wanted_bytes=self.total)
+            facts = file_facts(self.fd, [(0, self.total)], wanted_bytes=self.total)
             self.cached[cache].append(facts.cached_fraction)
             self._fresh_pages()
             begun = time.process_time()

@@ -147,7 +147,7 @@ class Bench:
 
         fd = self._open(self.pack_path)
         warm(fd, size)
-        cached = file_facts(fd, start=0, end=size, wanted_bytes=size).cached_fraction
+        cached = file_facts(fd, [(0, size)], wanted_bytes=size).cached_fraction
         return {"seconds": summary([timed(prove) for _ in range(3)]), "cached_fraction": cached, "aim_s": 2.5}
 
     def pagecache(self) -> dict[str, Any]:

@@ -217,9 +217,9 @@ def test_a_recipe_that_stages_is_remembered_and_may_be_overruled(shop: Shop, mod
 
 
 def test_usage_counts_memory_apart_from_the_disk(shop: Shop) -> None:
-    before = find_usage(shop.tools.state.path).disk_bytes
     prepare(shop.tools, shop.loaded, shop.request("prepare-1", stage=True))
     usage = find_usage(shop.tools.state.path)
-    (memory,) = (folder.disk_bytes for folder in usage.folders if folder.name == "in-memory")
-    assert memory >= pack_of(shop)[1]
-    assert usage.disk_bytes < before + memory
+    by_folder = {folder.name: folder.disk_bytes for folder in usage.folders}
+    assert by_folder.pop("in-memory") >= pack_of(shop)[1]
+    assert {"capsules", "model-payloads", "prepared"} <= set(by_folder)
+    assert usage.disk_bytes == sum(by_folder.values())

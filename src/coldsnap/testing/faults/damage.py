@@ -29,8 +29,8 @@ def damaged(lane: Lane, operation: Operation, case: Case, chance: random.Random)
     outcome = lane.run(operation.verb)
     if case.params["file"] in _MEMORY and outcome.status == "broken" and outcome.kind == "InternalError":
         outcome = replace(outcome, status="raised")  # by a process whose own memory was damaged
-    # `gc --forget-missing` is asked to take away what a descriptor named that is gone.
-    forgotten = operation.name == "gc" and case.params["file"] == "artifact" and case.params["how"] == "gone"
+    # `gc --forget-missing` is asked to take away what a descriptor named that is gone, and what no lease names.
+    forgotten = operation.name == "gc" and case.params["how"] == "gone" and case.params["file"] in _REMEMBERS
     wrong = []
     must_see = operation.name == "verify" and case.params["file"] in PROVED and case.params["how"] in _CONTENT
     if must_see and outcome.status == "done" and not outcome.result["problems"]:
@@ -120,6 +120,9 @@ PROVED = frozenset(
 
 
 _MEMORY = frozenset({"process-image", "process-pages", "process-memory"})
+
+_REMEMBERS = frozenset({"artifact", "lease"})
+"""Kinds that say what is kept here: who removes one has said that nothing of its artifact is needed any more."""
 
 # -- ways to go wrong ---------------------------------------------------------------------------------
 

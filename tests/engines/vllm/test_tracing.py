@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -275,6 +276,44 @@ def test_a_number_taken_to_the_host_is_noted_with_its_tensor(bench: BenchMaker) 
         assert float(scale) == 0.25
         assert torch.tensor(3.0).item() == 3.0
     assert at.tracer.host_reads == ("k_scale",)
+
+
+def test_a_number_copied_into_a_tensor_is_nobodys(bench: BenchMaker) -> None:
+    """vLLM's key and value scales are set so; torch gives the operator the number itself."""
+    at = bench(a=random_bytes(4, HIDDEN))
+    for tracer in (at.tracer, Tracer(follow=True, unread=True)):
+        at.tracer = tracer
+        with tracer:
+            ((_, a),) = at.weights()
+            target = a.clone()
+            target[2].copy_(1.5)
+        assert target[2].tolist() == [1.5] * HIDDEN
+        assert at.share(target) == 0.75
+        assert at.tensors(target) == ["a", "computed by aten.copy_", "a"]
+
+
+READERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "tolist": torch.Tensor.tolist,
+    "numpy": torch.Tensor.numpy,
+    "asarray": np.asarray,
+    "of another device": lambda tensor: tensor.to("cpu", copy=True).tolist(),
+    "a view": lambda tensor: tensor[2:5].numpy(),
+    "equal": lambda tensor: torch.equal(torch.zeros(8), tensor),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_hands_numbers_to_the_host_is_noted_where_it_is_to_be_followed(reader: str, bench: BenchMaker) -> None:
+    at = bench(scale=torch.arange(8.0), other=torch.zeros(8))
+    at.tracer = Tracer(follow=True)
+    with at.tracer:
+        loaded = dict(at.weights())
+        with at.tracer:
+            READERS[reader](loaded["scale"] * 2)
+        READERS[reader](torch.ones(8))
+    assert at.tracer.host_reads == ("scale",)
+    loaded["other"].tolist()
+    assert at.tracer.host_reads == ("scale",), "it is closed"
 
 
 def test_outside_the_tracer_nothing_is_seen_and_it_can_be_opened_again(bench: BenchMaker) -> None:

@@ -40,8 +40,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
 
 
-def _pair(dst: torch.Tensor, src: torch.Tensor) -> Iterator[Move]:
-    """All of `src`, broadcast, to all of `dst`."""
+def _pair(dst: torch.Tensor, src: torch.Tensor | float) -> Iterator[Move]:
+    """All of `src`, broadcast, to all of `dst`. No move of a number: `copy_` takes one, as vLLM's scales need."""
+    if not isinstance(src, torch.Tensor):
+        return
     there, here = layout_of(dst), layout_of(src)
     if there is not None and here is not None and not (src.is_conj() or src.is_neg()):
         yield dst, there, here.expanded(there.shape), src.dtype

@@ -11,16 +11,18 @@ Kernels that write through raw pointers (Triton) are not seen, and other threads
 wrongly, and export, which compares every claim with the checkpoint, takes it back.
 
 For a template two more things are wanted. `follow`: which memory holds anything that was made from the checkpoint,
-changed or not, and which of it was read by the host. `unread`: the sources hold nothing, so a copy of their bytes is
-left out, and only its provenance is carried; the bytes come later, from elsewhere.
+changed or not, and which of it was read by the host, also by calls that reach no operator (`tolist`). `unread`: the
+sources hold nothing, so a copy of their bytes is left out, and only its provenance is carried; the bytes come later,
+from elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coldsnap.engines.vllm.moves import MAKES, MOVES, MOVES_NOTHING, WHOLE, layout_of, tensors_in
@@ -36,6 +38,27 @@ TOO_SMALL = "rearranged in pieces too small to replay"
 REPEATED = "written several times by one copy"
 NOT_DENSE = "read from the checkpoint into a view with gaps"
 
+_READS = frozenset({"aten::_local_scalar_dense", "aten::equal"})
+"""Operators whose result is a number on the host."""
+_READERS = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""What hands numbers to the host without an operator."""
+
+
+class _ToHost(TorchFunctionMode):  # type: ignore[misc] # torch is not type-checked here
+    """While it is open, tells of each tensor that one of `_READERS` is called for on this thread."""
+
+    def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """torch calls this for every function of its own; within it nothing is watched."""
+        if func in _READERS:
+            self._tell(args[0])
+        return func(*args, **(kwargs or {}))
+
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-checked here
     """A context manager: while it is open, this thread's operations are watched. It can be opened several times."""
@@ -46,6 +69,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-check
         self._host_reads: dict[str, None] = {}
         self._made = Provenance() if follow else None  # "spoiled": by the tensor that it was made from
         self._unread = unread
+        self._listening: list[_ToHost] = []
+
+    def __enter__(self) -> Self:
+        """Watch this thread."""
+        if self._made is not None:
+            self._listening.append(_ToHost(self._read))
+            self._listening[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Watch no longer."""
+        super().__exit__(*error)
+        if self._listening:
+            self._listening.pop().__exit__(*error)
 
     @property
     def host_reads(self) -> tuple[str, ...]:
@@ -87,8 +125,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-check
             for tensor in tensors_in(result):
                 self._forget(tensor)
             self._follow(tensors_in(result), None)
-        elif name == "aten::_local_scalar_dense":
-            self._read(args[0])
+        elif name in _READS:
+            for tensor in tensors_in(args):
+                self._read(tensor)
         elif name not in MOVES_NOTHING:
             self._wrote(func, args, keywords, result)
         return result
@@ -138,15 +177,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc] # torch is not type-check
 
     def _read(self, tensor: torch.Tensor) -> None:
         if (layout := layout_of(tensor)) is not None:
-            for span in self.provenance.within(layout.ptr, layout.item_bytes):
+            start, end = layout.span
+            for span in self.provenance.within(start, end - start):
                 if isinstance(span.what, Stored):
                     self._host_reads[span.what.tensor] = None
-            if (origin := self.made_from(layout.ptr, layout.item_bytes)) is not None:
+            if (origin := self.made_from(start, end - start)) is not None:
                 self._host_reads[origin] = None
 
-    def _is_stored(self, tensor: torch.Tensor) -> bool:
-        """Whether every byte that it touches is a stored one."""
-        layout = layout_of(tensor)
+    def _is_stored(self, value: torch.Tensor | float) -> bool:
+        """Whether every byte that it touches is a stored one. A number is not in memory."""
+        layout = layout_of(value) if isinstance(value, torch.Tensor) else None
         if layout is None:
             return False
         at, end = layout.span

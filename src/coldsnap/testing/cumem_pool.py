@@ -2,7 +2,8 @@
 
 As torch does it, in small: a request is rounded up to 512 bytes, goes to the smallest block that is free and large
 enough, else to a new segment of 2 MiB (up to 1 MiB), 20 MiB (up to 10 MiB) or whole 2 MiB; what is left of the block
-stays free. Freed blocks join their free neighbours, and segments are never given back.
+stays free. Segments for requests of up to 1 MiB are apart from the others, of which no rest of 1 MiB or less is cut.
+Freed blocks join their free neighbours, and segments are never given back.
 """
 
 from __future__ import annotations
@@ -30,24 +31,29 @@ class FakePool:
     def __init__(self, get_segment: Callable[[int], int]) -> None:
         self._get_segment = get_segment
         self._segments: dict[int, list[_Block]] = {}
+        self._small: set[int] = set()
 
     def malloc(self, size: int) -> int:
         """A block of at least `size` bytes; its address."""
         wanted = -(-size // _ROUND_BYTES) * _ROUND_BYTES
         fitting = [
             (block.size, block.address, blocks)
-            for blocks in self._segments.values()
+            for segment, blocks in self._segments.items()
             for block in blocks
-            if not block.requested and block.size >= wanted
+            if not block.requested and block.size >= wanted and (segment in self._small) == (size <= _MIB)
         ]
         if not fitting:
             total = segment_bytes(size)
             address = self._get_segment(total)
             self._segments[address] = [_Block(address, total)]
+            if size <= _MIB:
+                self._small.add(address)
             fitting = [(total, address, self._segments[address])]
         _, address, blocks = min(fitting, key=lambda one: one[:2])
         index = next(i for i, block in enumerate(blocks) if block.address == address)
         whole = blocks[index]
+        if whole.size - wanted <= (0 if size <= _MIB else _MIB):
+            wanted = whole.size
         rest = [_Block(address + wanted, whole.size - wanted)] if whole.size > wanted else []
         blocks[index : index + 1] = [_Block(address, wanted, size), *rest]
         return address
@@ -67,6 +73,7 @@ class FakePool:
         return [
             {
                 "address": address,
+                "segment_type": "small" if address in self._small else "large",
                 "total_size": sum(block.size for block in blocks),
                 "allocated_size": sum(block.size for block in blocks if block.requested),
                 "blocks": [

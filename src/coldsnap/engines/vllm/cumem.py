@@ -3,8 +3,13 @@
     adopt_weights   the rows tagged `weights` that hold something become allocations, where they are
     discard_kv      keys and values, scratch and dead weights: unmapped, no copy made
     keep_graphs     what CUDA graphs use becomes allocations too, and so leaves the device's image
+    seal            what vLLM makes later lies in allocations of its own, which are left alone
     unmap, remap    the weights; `remap` then begins to bring back the rest, beside whoever fills the weights
     restore_kv      waits for that: all mapped at their addresses, zero
+
+vLLM's runner makes more in the pool of weights when the loader has ended (0.26.0: 685 MB of what it samples with). An
+engine that sleeps with its process keeps that as it keeps weights. A copy of a template makes it anew, once it goes on:
+there nothing of it may be among what a wake fills, so every block that torch could still cut there is taken (`seal`).
 
 How a mapping is made is `pages`'s business. No allocation is given back early: torch may still cut a block from one
 while its pool is in use. Neither torch nor vllm is imported here.
@@ -19,8 +24,18 @@ from typing import Any
 
 from coldsnap.core.extents import Allocation
 from coldsnap.engines.vllm.pages import CuMem, CuMemPages
-from coldsnap.engines.vllm.pools import Place, Row, backup_problems, discarded, graphs, layout_tag, rows_of, weights
-from coldsnap.errors import Problem, Refused
+from coldsnap.engines.vllm.pools import (
+    SMALL_BYTES,
+    Place,
+    Row,
+    backup_problems,
+    discarded,
+    graphs,
+    layout_tag,
+    rows_of,
+    weights,
+)
+from coldsnap.errors import EngineError, Problem, Refused
 from coldsnap.hydrate.cuda import AdoptedMemory, Driver, DriverFailure
 from coldsnap.hydrate.cuda.driver import translated_failure
 
@@ -40,6 +55,8 @@ class CuMemMemory(AdoptedMemory):
         self._bringing: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._keeps_graphs = False
+        self._taken: list[object] = []
+        self._sealed: frozenset[tuple[int, int]] | None = None  # what could not be taken, and must stay free
 
     def keep_graphs(self) -> None:
         """Graphs captured from now on get their memory from vLLM's allocator; `complete` adopts it.
@@ -60,8 +77,30 @@ class CuMemMemory(AdoptedMemory):
         gc.collect()
         self.adopt_weights(_places(model))
 
+    def seal(self) -> None:
+        """Zero every free block of the adopted allocations, and take those that torch could give out, for good.
+
+        The pool of weights is the one that this thread uses. `complete` looks after what could not be taken.
+        Raises HostError.
+        """
+        self.clear_free()
+        with self._lock:
+            spare = self._spare()
+            while spare:
+                # The exact size of a block is cut from no larger one. Of a small segment a request is small.
+                for size, small in spare.values():
+                    self._taken += [self._cumem.take(part) for part in _parts(size, SMALL_BYTES if small else size)]
+                before, spare = spare, self._spare()
+                if sum(size for size, _ in spare.values()) >= sum(size for size, _ in before.values()):
+                    break
+            self._sealed = frozenset((ptr, size) for ptr, (size, _) in spare.items())
+
     def complete(self) -> tuple[Allocation, ...]:
-        """Adopt what came later, and `clear_free`. Raises as the two of them."""
+        """Adopt what came later, and `clear_free`; nothing of it when sealed. Raises as the two of them, EngineError
+        for a sealed allocation in which something was made since."""
+        if self._sealed is not None:
+            self._check_seal(self._sealed)
+            return ()
         late = self.adopt_weights()
         self.clear_free()
         return late
@@ -177,6 +216,23 @@ class CuMemMemory(AdoptedMemory):
             self._settled()
             super().release()
 
+    def _check_seal(self, sealed: frozenset[tuple[int, int]]) -> None:
+        with self._lock:
+            now = frozenset((ptr, size) for ptr, (size, _) in self._spare().items())
+        if sealed - now:
+            ptr, size = min(sealed - now)
+            raise EngineError(
+                f"vLLM made something at 0x{ptr:x}, in {size} bytes that were free among the weights when they were "
+                f"loaded; a copy of this template would be filled over it",
+                cure="capture this model with another snapshot driver",
+                facts={"ptr": ptr, "size": size},
+            )
+
+    def _spare(self) -> dict[int, tuple[int, bool]]:
+        """Address -> (bytes, of a small segment) of each block in adopted memory that torch may still give out."""
+        adopted = {one.ptr for one in self.allocations}
+        return {ptr: (size, row.small) for row in self._rows() if row.ptr in adopted for ptr, size in row.spare}
+
     def _rows(self) -> tuple[Row, ...]:
         return rows_of(self._cumem.allocator)
 
@@ -222,6 +278,11 @@ class CuMemMemory(AdoptedMemory):
             thread.join()
         failure, self._failure = self._failure, None
         return failure
+
+
+def _parts(size: int, most: int) -> list[int]:
+    """`size` in parts of at most `most`, the last of which may be less."""
+    return [min(most, size - at) for at in range(0, size, most)]
 
 
 def _places(model: Any) -> tuple[Place, ...]:

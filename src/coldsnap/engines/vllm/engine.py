@@ -26,7 +26,7 @@ from coldsnap.engines.vllm.handover import Handover
 from coldsnap.engines.vllm.link import FrontClient
 from coldsnap.engines.vllm.loading import Load, Way, WeightMemory, remembered_files
 from coldsnap.engines.vllm.pools import GRAPHS_TAG
-from coldsnap.errors import ColdsnapError, DeadlineExceeded, EngineError, InternalError, Refused, UserError
+from coldsnap.errors import ColdsnapError, DeadlineExceeded, EngineError, InternalError, Refused
 from coldsnap.hydrate.memory import StableMemory
 
 __all__ = ["GRAPHS", "LATE", "Surroundings", "VllmWorker"]
@@ -118,15 +118,7 @@ class VllmWorker:
     def load(self, memory: StableMemory, observer: Observer) -> None:
         """Let vLLM load the model, and wait until the whole engine is up. Raises what either says."""
         self._bring_up(Way.LOAD, memory, observer)
-        late = self._come_up()
-        if late and self._is_template:
-            raise UserError(
-                f"{len(late)} allocations of weights were made after the loader had ended, so a template cannot "
-                f"be filled before the engine goes on",
-                cure="capture this model with another snapshot driver",
-                facts={"allocations": len(late)},
-            )
-        for one in late:
+        for one in self._come_up():
             observer.unreplayable(one.ptr, one.size, GRAPHS if one.tag.startswith(GRAPHS_TAG) else LATE)
 
     def build(self, memory: StableMemory, observer: Observer) -> None:
@@ -171,12 +163,7 @@ class VllmWorker:
         memory = self._loaded()
         if not self._is_up:
             self._handover.go_on()
-            if late := self._come_up():
-                raise EngineError(
-                    f"{len(late)} allocations of weights were made after they had been filled",
-                    cure="capture this model with another snapshot driver",
-                    facts={"allocations": len(late)},
-                )
+            self._come_up()
         memory.restore_kv()
         self._front.resume(self._worker)
 

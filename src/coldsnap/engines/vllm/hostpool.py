@@ -63,6 +63,9 @@ class HostPool(HostMemory):
         """Move what is not here yet; nothing, where finalizers left every tensor alone. Raises as `prepare`."""
         self._move(model, tracer)
 
+    def seal(self) -> None:
+        """Nothing: nobody but `settle` puts anything here."""
+
     def clear(self) -> None:
         """Zero every byte: what the model was built with lies here too."""
         self.unmap()

@@ -133,6 +133,7 @@ class ColdsnapLoader(BaseModelLoader):  # type: ignore[misc] # vllm is not type-
             )
             if problems:
                 raise Refused("a template of this model", problems)
+            load.memory.seal()
         account(tracer.provenance, load.observer, allocations=allocations, storages=storages)
         return model
 

@@ -67,6 +67,13 @@ class WeightMemory(StableMemory, Protocol):
         """Finalizers are done: every tensor that must survive a sleep lies in an allocation when this returns."""
         ...
 
+    def seal(self) -> None:
+        """After `settle`, on its thread: what comes to the weights later is made anew by whoever builds the model.
+
+        It lies beside what is there, is not preserved, and `complete` does not take it on.
+        """
+        ...
+
     def clear(self) -> None:
         """Every byte of every allocation is zero afterwards. Nobody computes meanwhile."""
         ...
@@ -74,7 +81,7 @@ class WeightMemory(StableMemory, Protocol):
     def complete(self) -> tuple[Allocation, ...]:
         """The engine is up: take on what came to the weights since `settle`, and zero what belongs to no tensor.
 
-        What was taken on, where two captures must agree about every byte: nothing, when the layout was final.
+        What was taken on: nothing where the weights are sealed. Raises EngineError for a seal that was broken.
         """
         ...
 

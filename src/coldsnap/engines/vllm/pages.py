@@ -29,7 +29,7 @@ __all__ = ["CuMem", "CuMemPages", "installed_cumem", "pinned_cached_bytes", "seg
 class CuMem:
     """vLLM's allocator and its two calls. `pinned_bytes`: what torch keeps pinned for later, as little as it can.
     `reserved_bytes`: what torch has of the device in pools that are not vLLM's. `lend_to_graphs`: CUDA graphs captured
-    from now on get their memory here."""
+    from now on get their memory here. `take`: a tensor of so many bytes, from the pool that the calling thread uses."""
 
     allocator: Allocator
     create_and_map: Callable[[Handle], None]
@@ -37,6 +37,7 @@ class CuMem:
     pinned_bytes: Callable[[], int]
     reserved_bytes: Callable[[], int] = lambda: 0
     lend_to_graphs: Callable[[], None] = lambda: None
+    take: Callable[[int], object] = bytes
 
 
 def installed_cumem() -> CuMem:
@@ -54,6 +55,7 @@ def installed_cumem() -> CuMem:
         pinned_bytes=_pinned_bytes,
         reserved_bytes=lambda: _reserved_bytes(allocator),
         lend_to_graphs=lambda: pool_for_graphs(found, GRAPHS_TAG),
+        take=_take,
     )
 
 
@@ -126,6 +128,12 @@ def _pinned_bytes() -> int:
 def segment_bytes(segments: Iterable[Mapping[str, Any]], without: Collection[tuple[int, int]]) -> int:
     """Bytes of torch's segments (`memory_snapshot`) that are in none of these pools."""
     return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) not in without)
+
+
+def _take(size: int) -> object:
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def _reserved_bytes(allocator: Allocator) -> int:

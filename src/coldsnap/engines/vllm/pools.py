@@ -27,6 +27,7 @@ from coldsnap.errors import Problem
 __all__ = [
     "DISCARDED_TAGS",
     "GRAPHS_TAG",
+    "SMALL_BYTES",
     "WEIGHTS_TAG",
     "Allocator",
     "Handle",
@@ -47,6 +48,9 @@ DISCARDED_TAGS = frozenset({"kv_cache", "workspace"})
 
 GRAPHS_TAG = "cudagraph"
 """Of the pool that CUDA graphs use. vLLM calls the one of its own so, too (an option from 0.32 on)."""
+
+SMALL_BYTES = 1 << 20
+"""torch keeps segments for requests of up to so many bytes apart from the others (its `kSmallSize`)."""
 
 Handle: TypeAlias = tuple[int, int, int, Any]
 """device, bytes, address, and where vLLM keeps the driver's handle."""
@@ -80,7 +84,8 @@ class Row:
     """One allocation: `size` bytes at `ptr`, all of them mapped unless `asleep`.
 
     `live`: torch has given out some of it. `free`: its blocks that are given out to nobody, each (address, bytes).
-    `backup_bytes`: what a sleep of level 1 has copied to host memory.
+    `small`: torch cuts small requests from it, and only those. `backup_bytes`: what a sleep of level 1 has copied to
+    host memory.
     """
 
     ptr: int
@@ -89,7 +94,13 @@ class Row:
     asleep: bool
     live: bool
     free: tuple[tuple[int, int], ...] = ()
+    small: bool = False
     backup_bytes: int = 0
+
+    @property
+    def spare(self) -> tuple[tuple[int, int], ...]:
+        """Of the free blocks those that torch may still give out: a small request gets none of a large segment."""
+        return tuple((ptr, size) for ptr, size in self.free if self.small or size > SMALL_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,5 +185,6 @@ def _row(ptr: int, entry: Entry, segment: Mapping[str, Any] | None, *, of_graphs
         asleep=entry.is_asleep,
         live=segment is None or segment["allocated_size"] > 0,
         free=tuple((block["address"], block["size"]) for block in blocks if block["state"] == "inactive"),
+        small=segment is not None and segment["segment_type"] == "small",
         backup_bytes=0 if backup is None else backup.numel() * backup.element_size(),
     )

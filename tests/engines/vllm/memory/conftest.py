@@ -35,6 +35,7 @@ class LoadedVllm:
             unmap_and_release=self.cumem.unmap_and_release,
             pinned_bytes=lambda: self.pinned_bytes,
             lend_to_graphs=self.cumem.lend_to_graphs,
+            take=self.cumem.malloc,
         )
 
     def allocate(self, name: str, size: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -76,6 +78,59 @@ def test_what_graphs_use_stays_where_nobody_asked(vllm: LoadedVllm, empty_memory
     empty_memory.unmap()
     assert vllm.really_mapped()[ptr]
     assert empty_memory.held_bytes() == 22 * MIB
+
+
+def free_among(memory: CuMemMemory, vllm: LoadedVllm) -> dict[int, tuple[tuple[int, int], ...]]:
+    return {row.ptr: row.spare for row in rows_of(vllm.allocator) if row.ptr in {one.ptr for one in memory.allocations}}
+
+
+SEALED = {"seed": 512, "table": MIB, "state": 3 * MIB, "states": 64 * MIB}
+
+
+@pytest.mark.parametrize("form", ["0.26", "0.33"])
+def test_sealed_weights_have_no_room_for_what_is_made_later(form: Literal["0.26", "0.33"]) -> None:
+    driver = FakeDriver()
+    vllm = LoadedVllm(driver, FakeCuMem(driver, form=form))
+    with vllm.allocator.use_memory_pool("weights"), CuMemMemory(driver, ordinal=0, cumem=vllm.lent()) as memory:
+        for name, size in (("w0", 3000), ("gone", 100_000), ("w1", 512), ("w2", 9 * MIB), ("w3", 4 * MIB)):
+            vllm.allocate(name, size)
+        vllm.free("gone")
+        memory.settle(Module(w0=Tensor(*vllm.tensors["w0"])), None)
+        spare = [size for blocks in free_among(memory, vllm).values() for _, size in blocks]
+        assert sorted(spare) == [100_352, 2 * MIB - 3072 - 100_352 - 512, 7 * MIB]
+        memory.seal()
+        assert set(free_among(memory, vllm).values()) == {()}
+        later = {name: vllm.allocate(name, size) for name, size in SEALED.items()}
+        adopted = memory.allocations
+        assert [one for one in later.values() if any(a.ptr <= one < a.ptr + a.size for a in adopted)] == []
+        assert (memory.complete(), memory.allocations) == ((), adopted)
+        memory.discard_kv()
+        memory.unmap()
+        assert [vllm.really_mapped()[one.ptr] for one in adopted] == [False] * 2
+        for name, ptr in later.items():
+            assert driver.peek(ptr, SEALED[name]) == bytes([GARBAGE]) * SEALED[name], "it is left alone"
+        memory.remap()
+        memory.restore_kv()
+    assert vllm.books_are_true()
+
+
+def test_a_seal_that_does_not_hold_is_told_when_something_was_made_there(
+    vllm: LoadedVllm, empty_memory: CuMemMemory
+) -> None:
+    """Nothing can be taken: the pool of weights is not the one that is in use."""
+    taken: list[int] = []
+    with vllm.allocator.use_memory_pool("weights"):
+        ptr = vllm.allocate("w", 3 * MIB)
+        with CuMemMemory(vllm.driver, ordinal=0, cumem=replace(vllm.lent(), take=taken.append)) as memory:
+            memory.settle(Module(w=Tensor(ptr, 3 * MIB)), None)
+            memory.seal()
+            assert taken
+            assert vllm.driver.peek(ptr + 3 * MIB, 17 * MIB) == bytes(17 * MIB)
+            assert memory.complete() == ()
+            inside = vllm.allocate("late", 2 * MIB)
+            with pytest.raises(EngineError, match="among the weights") as caught:
+                memory.complete()
+            assert caught.value.facts == {"ptr": inside, "size": 17 * MIB}
 
 
 def test_weights_that_vllm_gave_up_are_told(vllm: LoadedVllm, memory: CuMemMemory) -> None:

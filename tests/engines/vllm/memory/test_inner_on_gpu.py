@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
 
+from coldsnap.core.extents import AllocationIndex
 from coldsnap.core.messages import Answer, PackSource, Prompt, WorkerSettings, WorkerState
 from coldsnap.engines.control import ControlClient, ControlServer
 from coldsnap.engines.local_model import checkpoint_files
@@ -29,7 +31,7 @@ from coldsnap.engines.vllm.provenance import Provenance, Stored
 from coldsnap.engines.vllm.quiet import QuietWorkers
 from coldsnap.errors import EngineError, OutOfSpace, Refused
 from coldsnap.testing.checkpoint import write_checkpoint
-from coldsnap.testing.cuda import FakeDriver
+from coldsnap.testing.cuda import GARBAGE, FakeDriver
 from coldsnap.testing.cumem import FakeBackup, FakeCuMem
 from coldsnap.testing.engine import PLUGIN, FakeEngine
 from coldsnap.testing.engine_harness import Driven
@@ -90,7 +92,7 @@ class Seen:
 class Core:
     """vLLM's process with the weights: its allocator, its main thread, and what the front puts to sleep."""
 
-    def __init__(self, engine: FakeEngine, *, form: Form, room: int) -> None:
+    def __init__(self, engine: FakeEngine, *, form: Form, room: int, late: Mapping[str, int]) -> None:
         driver = FakeDriver()
         self.vllm = LoadedVllm(driver, FakeCuMem(driver, form=form))
         self.memory = CuMemMemory(driver, ordinal=0, cumem=self.vllm.lent())
@@ -99,6 +101,7 @@ class Core:
         self.ways: list[Way] = []
         self.kv_at_sleep: list[bool] = []
         self._engine = engine
+        self._late = late
         if room:
             with self.vllm.allocator.use_memory_pool("runtime"):
                 self.vllm.allocate("other", room)  # so that this process has other addresses
@@ -117,8 +120,11 @@ class Core:
         try:
             load = self.half.next_load()
             self.ways.append(load.way)
-            self._load(load)
-            load.laid_out()
+            with self.vllm.allocator.use_memory_pool("weights"):
+                self._load(load)
+                load.laid_out()
+                for name, size in self._late.items():
+                    self.vllm.allocate(name, size)
             with self.vllm.allocator.use_memory_pool("kv_cache"):
                 for layer in range(2):
                     self.vllm.allocate(f"kv{layer}", KV_BYTES // 2)
@@ -132,14 +138,15 @@ class Core:
         order = list(stored)
         if self._engine._shuffle is not None:
             random.Random(self._engine._shuffle).shuffle(order)
-        with self.vllm.allocator.use_memory_pool("weights"):
-            for _, tensor in order:
-                self.vllm.allocate(tensor.name, max(tensor.size, 1))
-            self.vllm.allocate("thrown away", 100_000)
-            self.vllm.allocate(COMPUTED[0], len(COMPUTED[1]))
-            self.vllm.free("thrown away")
-            load.memory.prepare(None, None)  # type: ignore[arg-type]
-            load.memory.settle(Model(self.vllm.tensors), None)  # type: ignore[arg-type]
+        for _, tensor in order:
+            self.vllm.allocate(tensor.name, max(tensor.size, 1))
+        self.vllm.allocate("thrown away", 100_000)
+        self.vllm.allocate(COMPUTED[0], len(COMPUTED[1]))
+        self.vllm.free("thrown away")
+        load.memory.prepare(None, None)  # type: ignore[arg-type]
+        load.memory.settle(Model(self.vllm.tensors), None)  # type: ignore[arg-type]
+        if load.is_template:
+            load.memory.seal()
         assert isinstance(load.memory, CuMemMemory)
         provenance = Provenance()
         for file, tensor in stored:
@@ -188,6 +195,7 @@ def begun(
     *,
     form: Form,
     room: int = 0,
+    late: Mapping[str, int] = MappingProxyType({}),
     port: int | None = None,
     template: bool = False,
 ) -> Iterator[Driven]:
@@ -201,7 +209,7 @@ def begun(
     settings = WorkerSettings(
         worker="w0", unit="u0", rank=0, socket=str(folder / "w.sock"), port=port, template=template, options=options
     )
-    core = Core(engine, form=form, room=room)
+    core = Core(engine, form=form, room=room, late=late)
     environment: dict[str, str] = {}
     core.half = WorkerHalf(
         settings,
@@ -337,6 +345,27 @@ class OnGpu(Bench):
         stored = sum(tensor.size for file in checkpoint_files(self.checkpoint) for tensor in file.tensors)
         assert report.model_bytes == stored
         assert live.answers(prompts) == answers
+
+    def test_what_vllm_makes_later_is_no_part_of_a_template_and_made_anew_by_its_copies(self, tmp_path: Path) -> None:
+        """Small enough for a free block among the weights, too large for one, and of a whole allocation."""
+        late = {"seeds": 3000, "counts": 5 * MIB, "logits": 30 * MIB}
+        prompts = (Prompt(text="x", max_tokens=4),)
+        with self.driven(self.make(0), tmp_path / "a", template=True, late=late) as loaded:
+            loaded.place()
+            answers, exported = loaded.answers(prompts), loaded.export()
+        with self.beside(0, tmp_path / "b", template=True, late=late) as copy:
+            copy.place(exported)
+            core = self.cores[1]
+            assert core.ways == [Way.BUILD]
+            assert copy.answers(prompts) == answers
+            adopted = AllocationIndex(copy.memory.allocations)
+            assert [adopted.holding(*core.vllm.tensors[name]) for name in late] == [None] * 3
+            copy.sleep()
+            assert {name: core.vllm.driver.peek(*core.vllm.tensors[name]) for name in late} == {
+                name: bytes([GARBAGE]) * size for name, size in late.items()
+            }
+            copy.wake(exported)
+            assert copy.answers(prompts) == answers
 
     def test_free_blocks_are_the_same_in_every_capture(self, live: Driven, tmp_path: Path) -> None:
         """A tensor that was thrown away leaves its bytes in a block; they are zeroed when the engine is up."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from coldsnap.core.copies import HostMemory
 from coldsnap.core.digest import Digest
-from coldsnap.errors import CriuError
+from coldsnap.errors import AcceptanceFailed, CriuError
 from coldsnap.ops.activating import activation_request
 from coldsnap.ops.artifacts import load_artifact
 from coldsnap.ops.capture import capture
@@ -116,6 +117,26 @@ def test_a_pack_in_the_page_cache_is_copied_ahead_but_not_beside(shop: Shop) -> 
     stop_service(shop.tools, "svc")
     (copied,) = prepare(shop.tools, shop.loaded, shop.request("prepare-1", stage=True)).staging
     assert copied.there
+
+
+def test_a_copy_that_answers_wrongly_is_not_believed_again(shop: Shop) -> None:
+    """Memory that changed by itself: no time of the file says so, and its record still fits."""
+    prepare(shop.tools, shop.loaded, shop.request("prepare-1", stage=True))
+    path = MemoryCopies(shop.tools.state).path(pack_of(shop)[0])
+    found, content = path.stat(), bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(content)
+    path.chmod(found.st_mode)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert in_memory(shop)
+    with pytest.raises(AcceptanceFailed):
+        shop.restore(weights="native")
+    assert not in_memory(shop)
+    (copied,) = prepare(shop.tools, shop.loaded, shop.request("prepare-2", stage=True)).staging
+    assert copied.bytes == pack_of(shop)[1]
+    shop.restore("restore-2", weights="native")
+    stop_service(shop.tools, "svc")
 
 
 def test_a_refused_mount_is_a_reason_and_no_error(shop: Shop) -> None:

@@ -93,9 +93,10 @@ def test_vllm_s_worker_would_ask_our_backend(told: dict[str, Any]) -> None:
     assert told["awake"] == ["RUNNING", True]
 
 
-def test_the_first_sleep_writes_four_files_and_the_next_none(told: dict[str, Any], place: Place) -> None:
+def test_the_first_sleep_writes_four_files_and_a_proof_and_the_next_none(told: dict[str, Any], place: Place) -> None:
     assert told["names"] == ["w0.lock"], "nothing is written before a sleep"
-    assert set(told["files"]) == {"model-weights.pack", "weights.blob", "native-manifest.json", "manifest.json"}
+    written = {"model-weights.pack", "weights.blob", "native-manifest.json", "manifest.json"}
+    assert set(told["files"]) == {*written, "weights.blob.coldsnap-validation.json"}
     assert told["files again"] == told["files"]
 
 

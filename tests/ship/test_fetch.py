@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,9 +25,13 @@ from coldsnap.ops.activating import activation_request
 from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
 from coldsnap.ops.capture import capture
 from coldsnap.ops.explain import explain
+from coldsnap.ops.report import Silent
 from coldsnap.ops.tools import Tools
-from coldsnap.ship.base import Item, Kind
+from coldsnap.ship.base import Item, Kind, Source, Stored
+from coldsnap.ship.faults import remote_error
+from coldsnap.ship.peer import Peer
 from coldsnap.ship.pull import partial_path
+from coldsnap.ship.remotes import Remotes
 from coldsnap.store import locks
 from coldsnap.testing import disks
 from coldsnap.testing.desk import desk, plan
@@ -259,6 +263,28 @@ def test_a_peer_that_lies_is_passed_by_for_the_next_source(
     assert harbour.prepare(tools, published).source == "native"
     assert harbour.hub.sent_bytes >= pack.bytes
     assert pack_path(tools, published).read_bytes() == pack_path(harbour.tools, published).read_bytes()
+
+
+def test_a_peer_that_does_not_answer_is_named_once_and_passed_by(harbour: Harbour, published: LoadedArtifact) -> None:
+    class Deaf(Peer):
+        def stat(self, item: Item) -> Stored | None:
+            raise remote_error("unreachable", "nobody answers at s3://typo", place=self.name)
+
+    class WithDeaf(Remotes):
+        def near(self) -> tuple[Source, ...]:
+            return (Deaf(harbour.folder / "typo"), *super().near())
+
+    warnings: list[str] = []
+
+    class Listening(Silent):
+        def warn(self, text: str) -> None:
+            warnings.append(text)
+
+    tools = harbour.elsewhere()
+    remotes = WithDeaf(**{one.name: getattr(tools.remotes, one.name) for one in fields(tools.remotes)})
+    harbour.stack.callback(remotes.http.close)
+    assert harbour.prepare(replace(tools, remotes=remotes, reporter=Listening()), published).source == "native"
+    assert warnings == [f"--peer {harbour.folder / 'typo'} is passed by: nobody answers at s3://typo"]
 
 
 @pytest.mark.parametrize("harm", ["other bytes", "short", "manifest"])

@@ -128,7 +128,7 @@ def packs_at_peers(tools: Tools, loaded: LoadedArtifact) -> Mapping[Digest, str]
     peers = tools.remotes.near()
     for pack in loaded.packs().values():
         for peer in peers:
-            if _holds(peer, Item(Kind.PACK, pack.sha256), pack.bytes):
+            if _holds(tools, peer, Item(Kind.PACK, pack.sha256), pack.bytes):
                 found.setdefault(pack.sha256, peer.name)
     return found
 
@@ -137,7 +137,7 @@ def capsule_origin(tools: Tools, loaded: LoadedArtifact, unit: str) -> Origin:
     """From where a unit's capsule could be had."""
     item = Item(Kind.MANIFEST, loaded.capsule_digest(unit))
     for peer in tools.remotes.near():
-        if _holds(peer, item, None):
+        if _holds(tools, peer, item, None):
             return Origin(place=peer.name)
     reference = _reference(loaded, unit)
     if parse_reference(reference) is None:
@@ -151,7 +151,7 @@ def pack_sources(tools: Tools, loaded: LoadedArtifact, request: OperationRequest
     repository, revision = _repository(loaded, request)
     name = hub_repository(repository) if not origin.why_not else None
     far = tools.remotes.hub(name, revision=revision) if name is not None else None
-    near = tuple(peer for peer in tools.remotes.near() if _holds(peer, item, size))
+    near = tuple(peer for peer in tools.remotes.near() if _holds(tools, peer, item, size))
     return _sources(tools, near, far, "weights.model_payloads", item, origin)
 
 
@@ -161,7 +161,7 @@ def capsule_sources(tools: Tools, loaded: LoadedArtifact, unit: str) -> Sources:
     online = parsed is not None and not tools.remotes.offline
     far = tools.remotes.registry(parsed.repository) if parsed is not None and online else None
     item = Item(Kind.MANIFEST, loaded.capsule_digest(unit))
-    near = tuple(peer for peer in tools.remotes.near() if _holds(peer, item, None))
+    near = tuple(peer for peer in tools.remotes.near() if _holds(tools, peer, item, None))
     return _sources(tools, near, far, f"capsule.images[{unit}]", item, capsule_origin(tools, loaded, unit))
 
 
@@ -179,11 +179,14 @@ def _sources(
     raise Refused(f"{item} cannot be fetched", [problem])
 
 
-def _holds(peer: Source, item: Item, size: int | None) -> bool:
+def _holds(tools: Tools, peer: Source, item: Item, size: int | None) -> bool:
     try:
         found = peer.stat(item)
-    except ColdsnapError:
-        return False  # a peer that does not answer is no peer for this object
+    except ColdsnapError as error:  # a peer that does not answer is no peer for this object
+        if peer.name not in tools.remotes.told:
+            tools.remotes.told.add(peer.name)
+            tools.reporter.warn(f"--peer {peer.name} is passed by: {error.message}")
+        return False
     return found is not None and size in (None, found.bytes)
 
 

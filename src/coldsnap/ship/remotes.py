@@ -29,8 +29,8 @@ class Remotes:
     """Opens stores. ``offline`` is why nothing may be asked, in a few words; empty when everything may.
 
     ``peers`` are directories (state roots too) or URLs that may hold packs and capsules, nearest first; a directory is
-    asked even offline. ``login_files`` are docker's or podman's credential files. ``proxy`` gives the proxy for a
-    URL, or None.
+    asked even offline. ``told`` are the names of those that did not answer and of which that was said. ``login_files``
+    are docker's or podman's credential files. ``proxy`` gives the proxy for a URL, or None.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -39,6 +39,7 @@ class Remotes:
     login_files: Sequence[Path] = ()
     offline: str = ""
     peers: Sequence[str] = ()
+    told: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def http(self) -> Http:

@@ -53,13 +53,14 @@ def explain(
     Example: coldsnap explain smollm2.json --port 8000
     """
     from coldsnap.cli.activation import mount_sources
+    from coldsnap.cli.progress import TerminalReporter
     from coldsnap.cli.requests import new_operation_id
     from coldsnap.cli.wiring import make_tools
     from coldsnap.ops.activating import activation_request
     from coldsnap.ops.artifacts import load_artifact
     from coldsnap.ops.explain import explain as run
 
-    tools = make_tools(state_root, offline=offline, peers=peer or ())
+    tools = make_tools(state_root, reporter=TerminalReporter(quiet=True), offline=offline, peers=peer or ())
     loaded = load_artifact(artifact)
     operation_id = new_operation_id("explain", name or "service")
     request = activation_request(

@@ -74,21 +74,28 @@ def run_model(words: Sequence[str]) -> int:
 def run_test(words: Sequence[str]) -> int:
     """Run the tests; branch coverage of core and store must reach 95 %, and no test may be skipped.
 
-    ./run test                 everything
+    ./run test                 everything; of tests/vllm what needs no server, where a vLLM can be installed (3.4 GB)
     ./run test --allow-skips   print skipped tests instead of failing (needed without root)
     ./run test --rerun         when up to 3 tests fail, run each twice again; those that then pass are named, not fatal
     ./run test WORDS           those go to pytest; coverage is then not asked for
     """
     setup(extras=_ALL, with_criu=_root(), with_judges=_root())
-    say("tests/vllm, against a real vLLM, is not among these: ./run test-vllm")
-    return test(words)
+    if not all(word in ("--allow-skips", "--rerun") for word in words):
+        return test(words)
+    _checkpoint([])
+    real = vllm.test_in_process(again="--rerun" in words)
+    status = test(words)
+    say("the rest of tests/vllm, servers of a real vLLM, is not among these: ./run test-vllm")
+    if real != 0:
+        say("test: failed against a real vLLM; its tests came before the others")
+    return real or status
 
 
 def run_test_vllm(words: Sequence[str]) -> int:
     """Run the tests against a real vLLM on the processor, in `.venv-vllm` (3.4 GB, made on the first run).
 
-    ./run test-vllm            all of tests/vllm, which `./run test` leaves to this job; no test may be skipped
-    ./run test-vllm WORDS      those go to pytest too
+    ./run test-vllm            all of tests/vllm, of which `./run test` runs a part; no test may be skipped
+    ./run test-vllm WORDS      those go to pytest too; a path below tests/vllm takes the place of all of it
     """
     setup(extras=_DEMO, with_criu=_root())
     _checkpoint([])

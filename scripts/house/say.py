@@ -36,9 +36,11 @@ def call(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     to_stdout: bool = False,
+    limit_s: float | None = None,
 ) -> int:
     """Run a command of which the user sees everything, on standard error unless its output is the job's result.
 
+    Its exit status; 124 when it was ended because it took longer than `limit_s`.
     On Ctrl-C or SIGTERM the command is told too and gets the time it needs to clean up; a second Ctrl-C kills it.
     """
     argv = [str(word) for word in command]
@@ -49,7 +51,12 @@ def call(
     except FileNotFoundError as error:
         raise Trouble(f"there is no {argv[0]} here") from error
     try:
-        return process.wait()
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        say(f"ended after {limit_s:.0f} s")
+        process.terminate()
+        process.wait()
+        return 124
     except BaseException as reason:
         if not isinstance(reason, KeyboardInterrupt):
             process.terminate()  # the terminal sends Ctrl-C to both of us, SIGTERM comes to one

@@ -70,6 +70,55 @@ def test_the_environment_is_made_once_and_the_tests_run_in_it(machine: Machine) 
     assert runs[0][-1] == "-q"
 
 
+def test_a_path_takes_the_place_of_all_of_it(machine: Machine) -> None:
+    assert vllm.test(["tests/vllm/test_life.py::test_x", "-q"]) == 0
+    (run,) = (command for command in machine.commands if "pytest" in command)
+    assert "tests/vllm" not in run
+    assert run[-2:] == ["tests/vllm/test_life.py::test_x", "-q"]
+
+
+def runs_of(machine: Machine) -> list[list[str]]:
+    return [
+        [word for word in run if word.startswith(("tests/", "--last"))] for run in machine.commands if "pytest" in run
+    ]
+
+
+def test_the_suite_s_own_part_needs_no_server_and_all_its_files_are_there(machine: Machine) -> None:
+    assert vllm.test_in_process(again=True) == 0
+    assert runs_of(machine) == [list(vllm.IN_PROCESS)]
+    for path in vllm.IN_PROCESS:
+        assert "started(" not in (ROOT / path).read_text(encoding="utf-8"), "it starts a tree of vLLM"
+
+
+@pytest.mark.parametrize("failing", [vllm.VLLM, "import vllm._C, vllm.entrypoints.llm"])
+def test_the_suite_s_part_is_left_out_aloud_where_there_is_no_vllm(
+    machine: Machine, failing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.failing.add(failing)
+    assert vllm.test_in_process(again=False) == 0
+    assert runs_of(machine) == []
+    assert "NOT TESTED against a real vLLM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("again", "steady", "status"), [(False, True, 1), (True, False, 1), (True, True, 0)])
+def test_the_suite_s_part_fails_it_unless_it_passes_the_second_time(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    again: bool,
+    steady: bool,
+    status: int,
+) -> None:
+    def call(command: Sequence[str | Path], **options: Any) -> int:
+        machine.call(command, **options)
+        return int("pytest" in command and not (steady and "--last-failed" in command))
+
+    monkeypatch.setattr(vllm, "call", call)
+    assert vllm.test_in_process(again=again) == status
+    assert runs_of(machine) == [list(vllm.IN_PROCESS), *([["--last-failed", *vllm.IN_PROCESS]] if again else [])]
+    assert ("UNSTEADY" in capsys.readouterr().err) is (status == 0)
+
+
 def test_torch_comes_first_so_that_its_processor_build_is_taken(machine: Machine) -> None:
     vllm.test([])
     order = [command[-1] for command in machine.commands if "install" in command]

@@ -1,4 +1,4 @@
-"""Real vLLM on a processor. Not part of `./run test`: `./run test-vllm` has an environment with vLLM for it.
+"""Real vLLM on a processor, in an environment of its own: `./run test-vllm`; `./run test` runs what needs no server.
 
 Each vLLM lives in a process of its own, because one process has one of it; what it found comes back as JSON.
 """

@@ -4,8 +4,10 @@ Every mapping is made and undone by vLLM's `create_and_map` and `unmap_and_relea
 row's `is_asleep` is set by what happened and never before. So vLLM finds its books true whatever failed, and frees a
 tensor later as ever.
 
+Mapping goes by the C function below `create_and_map` where vLLM's file has it, so that others run meanwhile (`native`).
+
 What is still ugly: vLLM's C code forgets the memory it created when it then cannot map it (somebody else is at the
-address), so each such failed wake costs that much of the device until the process ends. And its calls keep the GIL.
+address), so each such failed wake costs that much of the device until the process ends.
 
 torch and vllm are imported by `installed_cumem` and what it hands out, not before.
 """
@@ -16,9 +18,11 @@ import contextlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from coldsnap.engines.vllm.compat import pool_for_graphs
+from coldsnap.engines.vllm.native import loaded, mapping
 from coldsnap.engines.vllm.pools import GRAPHS_TAG, Allocator, Entry, Handle, pools_of
 from coldsnap.errors import ColdsnapError, EngineError, HostError, MissingCapability, OutOfSpace, ResourceBusy
 
@@ -48,9 +52,11 @@ def installed_cumem() -> CuMem:
             "vLLM has no CuMem allocator on this platform", cure="use an NVIDIA GPU and a CUDA build of vLLM"
         )
     allocator: Any = found.CuMemAllocator.get_instance()
+    path = getattr(found, "lib_name", None)
+    native = loaded(Path(path)) if path else None
     return CuMem(
         allocator=allocator,
-        create_and_map=found.create_and_map,
+        create_and_map=found.create_and_map if native is None else mapping(native),
         unmap_and_release=found.unmap_and_release,
         pinned_bytes=_pinned_bytes,
         reserved_bytes=lambda: _reserved_bytes(allocator),

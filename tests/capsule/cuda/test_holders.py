@@ -91,18 +91,20 @@ def test_what_is_left_after_a_checkpoint_is_refused() -> None:
     assert "nvmlShutdown" in str(problem.cure)
 
 
-def test_a_template_holds_no_device_and_has_not_initialised_cuda() -> None:
+def test_a_template_holds_no_device_open_or_mapped() -> None:
     tree = TreeFacts(
-        processes=(process(1001, ["/dev/nvidiactl"]), process(1002, [], [LIBCUDA]), process(1003, [], [LIBCUDA, NVML]))
+        processes=(
+            process(1001, ["/dev/nvidiactl"], [LIBCUDA, NVML]),
+            process(1002, [], [LIBCUDA, NVML]),
+            process(1003, ["/dev/nvidia0"], [NVML]),
+            process(1004, [], ["/dev/nvidia-uvm"]),
+        )
     )
-    first, second = template_problems("u0", tree, {1001: RUNNING, 1002: RUNNING, 1003: None})
-    assert "holds /dev/nvidiactl before it was placed" in first.message
-    assert first.message.endswith("its CUDA is running")
-    counted = TreeFacts(processes=(process(1001, ["/dev/nvidiactl"], [LIBCUDA, NVML]),))
-    (third,) = template_problems("u0", counted, {1001: None})
-    assert third.message.endswith("it has no CUDA state, so NVML opened them")
-    assert "initialised CUDA before it was placed (the driver says running)" in second.message
-    assert second.field == "u0: process 1002"
+    cuda, nvml, mapped = template_problems("u0", tree)
+    assert [one.field for one in (cuda, nvml, mapped)] == [f"u0: process {pid}" for pid in (1001, 1003, 1004)]
+    assert cuda.message == "holds /dev/nvidiactl before it was placed, so it is no template"
+    assert nvml.message.endswith("it has not loaded CUDA, so NVML opened them")
+    assert "/dev/nvidia-uvm" in mapped.message
 
 
 def test_a_library_of_the_driver_is_a_fact_and_no_state() -> None:
@@ -114,5 +116,5 @@ def test_a_library_of_the_driver_is_a_fact_and_no_state() -> None:
         LIBCUDA: [1001, 1002],
         NVML: [1002],
     }
-    assert list(template_problems("u0", tree, {1001: None, 1002: None})) == []
+    assert list(template_problems("u0", tree)) == []
     assert list(leftover_problems("u0", tree)) == []

@@ -108,21 +108,19 @@ def leftover_problems(unit: str, tree: TreeFacts, paths: Sequence[str] = DEVICE_
             yield _problem(unit, process, message, _SHUT_NVML)
 
 
-def template_problems(
-    unit: str, tree: TreeFacts, states: Mapping[int, ProcessState | None], paths: Sequence[str] = DEVICE_PATHS
-) -> Iterator[Problem]:
-    """Whatever of a device, or of CUDA, processes have that are to be frozen before they were placed."""
+def template_problems(unit: str, tree: TreeFacts, paths: Sequence[str] = DEVICE_PATHS) -> Iterator[Problem]:
+    """Whatever of a device processes have that are to be frozen before they were placed.
+
+    The driver is not asked: 580.159 calls a process "running" that has loaded libcuda and opened and closed NVML, in
+    which ``cuCtxGetCurrent`` still says that nothing was initialised. What was initialised keeps devices open.
+    """
     users = device_users(tree, paths)
     for process in tree.processes:
-        state = states.get(process.pid)
         if process.pid in users:
             message = f"holds {', '.join(users[process.pid])} before it was placed, so it is no template"
-            message += "; it has no CUDA state, so NVML opened them" if state is None else f"; its CUDA is {state}"
-        elif state is not None:
-            message = f"initialised CUDA before it was placed (the driver says {state}), so it is no template"
-        else:
-            continue
-        yield _problem(unit, process, message, _PUT_OFF)
+            if _maps(process, _NVML) and not _maps(process, _DRIVER):
+                message += "; it has not loaded CUDA, so NVML opened them"
+            yield _problem(unit, process, message, _PUT_OFF)
 
 
 def driver_libraries(tree: TreeFacts) -> dict[str, tuple[ProcessFacts, ...]]:

@@ -8,11 +8,9 @@ fill      place it on this host's devices, where it builds its model and fills i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Self
 
-from coldsnap.capsule.cuda.api import CheckpointApi
 from coldsnap.capsule.cuda.holders import driver_libraries, template_problems
 from coldsnap.capsule.driver import DumpReport, RunningUnit
 from coldsnap.core.bindings import HygieneFinding, Severity
@@ -53,10 +51,8 @@ class TemplateFreezer:
     def start(self, running: Running) -> None:
         """Freeze the template first, then let the same processes load here."""
         tools, op, launch, units = self._tools, self._op, running.launch, running.units
-        with closing(tools.accelerator.open_api()) as api:
-            api.start()
-            self._wait_for_templates(launch, running.workers)
-            _refuse_devices(tools, api, units)
+        self._wait_for_templates(launch, running.workers)
+        _refuse_devices(tools, units)
         inspected = inspect_all(tools, op, units)
         self._inspected = {name: _with_libraries(tools, units[name], one) for name, one in inspected.items()}
         self._dumps = dump_all(tools, op, units, running.scratch, leave_running=True)
@@ -134,13 +130,11 @@ def _refuse_unless_template(status: WorkerStatus) -> None:
         )
 
 
-def _refuse_devices(tools: Tools, api: CheckpointApi, units: Mapping[str, RunningUnit]) -> None:
+def _refuse_devices(tools: Tools, units: Mapping[str, RunningUnit]) -> None:
     accelerator = tools.accelerator
     problems: list[Problem] = []
     for name, unit in units.items():
-        tree = accelerator.look(unit.pids())
-        states = {process.pid: api.state(process.pid) for process in tree.processes}
-        problems.extend(template_problems(name, tree, states, accelerator.device_paths))
+        problems.extend(template_problems(name, accelerator.look(unit.pids()), accelerator.device_paths))
     if problems:
         raise Refused("the template touched a device and cannot be captured", problems)
 

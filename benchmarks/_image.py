@@ -36,7 +36,17 @@ class Image:
 
 def make_image(layout: Path, engine: str, place: str) -> Image:
     """Made, and pushed to ``HOST/PATH``; layers of before cost nothing. ``engine`` is an extra, or ``none``."""
-    words = [sys.executable, ROOT / "run", "image", layout, "--engine", engine, "--push", place, "--json"]
+    words: list[str | Path] = [
+        sys.executable,
+        ROOT / "run",
+        "image",
+        layout,
+        "--engine",
+        engine,
+        "--push",
+        place,
+        "--json",
+    ]
     said = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, timeout=_PATIENCE_S).stdout
     return Image(layout=layout, facts=json.loads(said))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks._proof import Found
 from benchmarks._ship_homes import TOKEN, Homes, made
@@ -114,7 +115,7 @@ def hear_lies(homes: Homes) -> Found:
     pack = one.tools.store.path(next(iter(loaded.packs().values())).sha256)
     capsule = one.tools.state.capsules / loaded.capsule_digest("u0").hex
     servers: Mapping[str, Web] = {"hub": homes.hub, "registry": registry}
-    table = []
+    table: list[dict[str, Any]] = []
     for number, deceit in enumerate(DECEITS):
         for server in servers.values():
             server.reset()

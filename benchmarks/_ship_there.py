@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 from benchmarks._proof import Found
 from benchmarks._ship_homes import MIB, TOKEN, Homes, made
@@ -164,7 +165,7 @@ def recover_in_moved_home(homes: Homes) -> Found:
     before.rename(after)
     pack = captured.tools.store.path(next(iter(captured.loaded.packs().values())).sha256)
     pack.unlink()
-    there = {"weights": "recovery", "mounts": {_INSIDE: str(after)}}
+    there: dict[str, Any] = {"weights": "recovery", "mounts": {_INSIDE: str(after)}}
     closed = explain(captured.tools, captured.loaded, captured.request("closed-1", weights="recovery"))
     open_ = explain(captured.tools, captured.loaded, captured.request("open-1", **there))
     port = free_port()

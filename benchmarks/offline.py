@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,19 +81,17 @@ class Bench:
         self.root = folder / "state"
         state = StateRoot.open(self.root)
         library = Path(os.__file__).parent
-        common = {
-            "num_units": 2 if quick else 8,
-            "workers_per_unit": 4 if quick else 8,
-            "num_extents": 500 if quick else 10_000,
-            "num_images": 40,
-            "host_files": tuple(sorted(library.glob("*.py"))[:300]),
-        }
+        base = SyntheticSpec(
+            num_units=2 if quick else 8,
+            workers_per_unit=4 if quick else 8,
+            num_extents=500 if quick else 10_000,
+            num_images=40,
+            host_files=tuple(sorted(library.glob("*.py"))[:300]),
+        )
         self.specs = {
-            "base": SyntheticSpec(**common),
-            "recapture": SyntheticSpec(**common, capture_id="capture-2"),
-            "twin": SyntheticSpec(
-                **common, capture_id="capture-3", changed={"w1": frozenset({7, 8}), "w5": frozenset({0, 499})}
-            ),
+            "base": base,
+            "recapture": replace(base, capture_id="capture-2"),
+            "twin": replace(base, capture_id="capture-3", changed={"w1": frozenset({7, 8}), "w5": frozenset({0, 499})}),
         }
         self.paths = {name: folder / f"{name}.json" for name in (*self.specs, "copy")}
         self.made_s = {

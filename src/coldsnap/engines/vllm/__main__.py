@@ -33,6 +33,7 @@ from coldsnap.engines.vllm.forks import guard_forks
 from coldsnap.engines.vllm.front import FrontWorker
 from coldsnap.engines.vllm.link import FRONT_SOCKET, FrontServer, inner_socket_name
 from coldsnap.engines.vllm.loading import remember_files
+from coldsnap.engines.vllm.logfiles import close_log_files
 from coldsnap.engines.vllm.prepare import import_engine
 from coldsnap.engines.vllm.records import read_all_settings, run_folder
 from coldsnap.engines.vllm.server import VllmService, import_server
@@ -120,6 +121,7 @@ class Front:
         found = versions()
         if self._template:
             import_engine(Path(args.model))
+            close_log_files()
             close_nvml()  # torch counts devices with it; a template holds none
             gc.collect()
             trim_heap()  # what imports left behind would lie in every copy

@@ -14,11 +14,13 @@ __all__ = ["ENVIRONMENT", "check_environment", "parse_arguments", "problems", "s
 # What a served tree needs unless a recipe says otherwise. fork: the engine process imports nothing a second time, and
 # shares the pages of what was imported. USE_LIBUV: its event loop holds io_uring descriptors, which cannot be frozen.
 # The host's own address would be one of another host after a restore. Nobody is told anything over the network. NCCL's
-# monitor ends a process whose clock went on without it, and asks a store all the time.
+# monitor ends a process whose clock went on without it, and asks a store all the time. humming starts compilers when it
+# is imported, which would be frozen with the tree; without them it compiles when it is first used.
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "USE_LIBUV": "0",

@@ -13,6 +13,7 @@ from coldsnap.engines.vllm.compat import keep_parameters, resolve, versions
 from coldsnap.engines.vllm.cumem import CuMemMemory
 from coldsnap.engines.vllm.hostpool import HostPool
 from coldsnap.engines.vllm.loading import WeightMemory
+from coldsnap.engines.vllm.logfiles import close_log_files
 from coldsnap.engines.vllm.pages import installed_cumem
 from coldsnap.engines.vllm.unlisten import close_own_tcp
 from coldsnap.errors import MissingCapability, UserError
@@ -36,6 +37,7 @@ class TorchSurroundings:
     def let_go(self) -> None:
         """See `Surroundings.let_go`."""
         gc.collect()
+        close_log_files()
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch._C._host_emptyCache()

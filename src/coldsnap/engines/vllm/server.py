@@ -26,6 +26,7 @@ from coldsnap.engines.vllm.compat import resolve
 from coldsnap.engines.vllm.gate import Gate
 from coldsnap.engines.vllm.link import FrontState, Phase
 from coldsnap.engines.vllm.listener import Listener
+from coldsnap.engines.vllm.logfiles import close_log_files
 from coldsnap.engines.vllm.quiet import QuietWorkers
 from coldsnap.engines.vllm.refusals import fact_problems
 from coldsnap.errors import ColdsnapError, EngineError, Refused, UserError
@@ -193,6 +194,7 @@ class VllmService:
                 await self._engine.resume_generation()
             raise
         gc.collect()
+        close_log_files()
         close_nvml()
         trim_heap()
 

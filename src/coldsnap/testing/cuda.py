@@ -57,6 +57,7 @@ class FakeDriver(FakeStreams):
             total_bytes=total_bytes,
             granularity_bytes=granularity_bytes,
             compute_capability=(9, 0),
+            num_multiprocessors=132,
             integrated=integrated,
             virtual_memory=virtual_memory,
             read_only_register=read_only_register,

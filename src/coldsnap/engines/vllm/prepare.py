@@ -1,7 +1,8 @@
 """What a template imports ahead of its freeze, so that no copy of it has to.
 
-Imports alone, which touch no device: no configuration of the engine is made, for that asks devices. A module that this
-version of vLLM has not is passed by; it would cost time in each copy, and nothing else. Imports vllm when it is called.
+Imports alone, which touch no device: no configuration of the engine is made, for that asks devices, and what a module
+asks when it is imported is answered without one (`questions`). A module that this version of vLLM has not is passed by;
+it would cost time in each copy, and nothing else. Imports vllm when it is called.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from coldsnap.engines.vllm.compat import resolve
+from coldsnap.engines.vllm.questions import import_askers
 
 __all__ = ["import_engine"]
 
@@ -40,6 +42,7 @@ _ON_GPU = (
     "vllm.compilation.backends",
     "cuda.bindings.driver",
 )
+_ASKERS = ("flashinfer",)  # vLLM imports it where it is there, and it imports cutlass
 _ON_PROCESSOR = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
@@ -49,7 +52,10 @@ _ON_PROCESSOR = (
 
 def import_engine(model: Path) -> tuple[str, ...]:
     """Import what an engine process of this vLLM runs to serve the checkpoint in `model`; what it has not of that."""
-    here = _ON_PROCESSOR if resolve("current_platform").is_cpu() else _ON_GPU
+    on_processor = resolve("current_platform").is_cpu()
+    if not on_processor:
+        import_askers(_ASKERS)
+    here = _ON_PROCESSOR if on_processor else _ON_GPU
     missing = [*_import([*_EVERYWHERE, *here]), *_import_classes(_architectures(model))]
     if missing:
         _log.info("not imported ahead: %s", ", ".join(missing))

@@ -85,6 +85,7 @@ class BindingsDriver:
             total_bytes=int(self._do("cuDeviceTotalMem", device)),
             granularity_bytes=int(granularity),
             compute_capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+            num_multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
             integrated=bool(attribute("INTEGRATED")),
             virtual_memory=bool(attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")),
             read_only_register=bool(attribute("READ_ONLY_HOST_REGISTER_SUPPORTED")),

@@ -41,6 +41,7 @@ class DeviceFacts:
     total_bytes: int
     granularity_bytes: int
     compute_capability: tuple[int, int]
+    num_multiprocessors: int
     integrated: bool
     virtual_memory: bool
     read_only_register: bool

@@ -72,7 +72,10 @@ def test_processes_that_a_capture_left_are_counted_and_no_others(
     )
     said = [word.replace("MODEL", str(model)) for word in words]
     environment = {name: value.replace("CACHES", str(caches)) for name, value in variables.items()}
-    with subprocess.Popen([sys.executable, "-c", "input()", *said], env=environment, stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()", *said]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started: before, /proc shows no words of it
         assert capture.processes_left() == counted
         process.communicate(b"\n", timeout=600)
     assert capture.processes_left() == 0

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from coldsnap.capsule.cuda.accelerator import Accelerator
 from coldsnap.capsule.cuda.api import CheckpointApi, ProcessState
+from coldsnap.capsule.driver import UnitDriver
 from coldsnap.core.messages import Answer, Prompt, WakeReport
 from coldsnap.errors import ColdsnapError, CriuError, CudaError, DeadlineExceeded
 from coldsnap.ops.activating import activation_request, live_request
@@ -78,10 +79,10 @@ class FailingApi:
 class FailingUnits:
     """The real unit driver, whose dumps fail once CUDA state is off the devices."""
 
-    def __init__(self, units: Any) -> None:
+    def __init__(self, units: UnitDriver) -> None:
         self._units = units
 
-    def dump(self, *_: object, **__: object) -> Any:
+    def dump(self, *_: object, **__: object) -> NoReturn:
         raise CriuError("the dump fails on purpose", facts={"log": []})
 
     def __getattr__(self, name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def compare_loaders(
             except Exception as error:  # noqa: BLE001 - theirs, whatever it is
                 absent[name] = f"{type(error).__name__}: {error}"[:300]
                 continue
-            cases[name] = lambda load=load: timed(lambda: load(path))  # type: ignore[misc]
+            cases[name] = partial(timed, partial(load, path))
         samples = interleave(cases, rounds=3, budget_s=40)
     finally:
         os.close(fd)

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
 
 from benchmarks._proof import Found
 from benchmarks._ship_homes import MIB, Homes, made
@@ -42,6 +42,8 @@ __all__ = ["move_large"]
 GIB = 1 << 30
 MEMORY_BYTES = 512 * MIB
 _SHARE = 0.9
+_Said = tuple[float, float, int]
+"""What the process of a trip says of it: seconds, seconds of its processor, and most bytes of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class _Samples:
     server_cpu: dict[str, list[float]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
 
-    def add(self, trip: _Trip, said: tuple[float, float, int], server_cpu_s: float) -> None:
+    def add(self, trip: _Trip, said: _Said, server_cpu_s: float) -> None:
         """One more."""
         seconds, cpu_s, peak_bytes = said
         self.seconds.setdefault(trip.name, []).append(seconds)
@@ -132,7 +134,7 @@ def _round(kind: str, clients: tuple[str, ...], source: Path, digest: Digest, fo
 
 def _measure(trip: _Trip, samples: _Samples) -> None:
     os.sync()
-    said: Any = SPAWN.Queue()
+    said: Queue[_Said] = SPAWN.Queue()
     before = _cpu_s(trip.server.pid)
     process = SPAWN.Process(target=_travel, args=(trip, said))
     process.start()
@@ -186,7 +188,7 @@ def _running(kind: str, folder: Path) -> Iterator[_Server]:
         with real_registry(folder) as registry:
             yield _Server(kind=kind, host=registry.host, pid=registry.process.pid)
         return
-    said: Any = SPAWN.Queue()
+    said: Queue[str] = SPAWN.Queue()
     process = SPAWN.Process(target=_serve_hub, args=(str(folder), said), daemon=True)
     process.start()
     try:
@@ -200,7 +202,7 @@ def _running(kind: str, folder: Path) -> Iterator[_Server]:
         process.join()
 
 
-def _serve_hub(folder: str, said: Any) -> None:
+def _serve_hub(folder: str, said: Queue[str]) -> None:
     with HubServer(Path(folder), part_bytes=256 * MIB) as server:
         said.put(server.host)
         threading.Event().wait()
@@ -214,7 +216,7 @@ def _cpu_s(pid: int) -> float:
 # -- in the process of a trip -------------------------------------------------------------------------------------
 
 
-def _travel(trip: _Trip, said: Any) -> None:
+def _travel(trip: _Trip, said: Queue[_Said]) -> None:
     for module in ("huggingface_hub.hf_api", "coldsnap.ship.hub_client", "coldsnap.ship.hub_write"):
         importlib.import_module(module)  # loading a program is not its speed
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from benchmarks._proof import Found
 from benchmarks._ship_homes import TOKEN, Homes, made
@@ -37,7 +37,19 @@ class Deceit:
     server: str
     lie: Lie
     reason: str
-    times_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Met:
+    """What became of a deceit: the reason that was given, and in how many requests."""
+
+    server: str
+    lie: str
+    to: str
+    expected: str
+    reason: str
+    requests: int
+    nothing_eligible: bool
 
 
 DECEITS = (
@@ -115,23 +127,23 @@ def hear_lies(homes: Homes) -> Found:
     pack = one.tools.store.path(next(iter(loaded.packs().values())).sha256)
     capsule = one.tools.state.capsules / loaded.capsule_digest("u0").hex
     servers: Mapping[str, Web] = {"hub": homes.hub, "registry": registry}
-    table: list[dict[str, Any]] = []
+    table: list[_Met] = []
     for number, deceit in enumerate(DECEITS):
         for server in servers.values():
             server.reset()
         servers[deceit.server].lies.append(deceit.lie)
-        met = _reason(lambda number=number: one.prepare(f"deceived-{number}", loaded, weights="native"))  # type: ignore[misc]
+        met = _reason(partial(one.prepare, f"deceived-{number}", loaded, weights="native"))
         clean = not capsule.exists() and (deceit.server == "registry" or not pack.exists())
         table.append(
-            {
-                "server": deceit.server,
-                "lie": deceit.lie.what,
-                "to": deceit.lie.to,
-                "expected": deceit.reason,
-                "reason": met,
-                "requests": len(servers[deceit.server].asked),
-                "nothing_eligible": clean,
-            }
+            _Met(
+                server=deceit.server,
+                lie=deceit.lie.what,
+                to=deceit.lie.to,
+                expected=deceit.reason,
+                reason=met,
+                requests=len(servers[deceit.server].asked),
+                nothing_eligible=clean,
+            )
         )
         pack.unlink(missing_ok=True)
     for server in servers.values():
@@ -139,14 +151,14 @@ def hear_lies(homes: Homes) -> Found:
     honest = one.prepare("honest", loaded, weights="native").source
     num_ranges = sum(-(-pack.bytes // _QUICK.range_bytes) for pack in loaded.packs().values())
     most = 200 + _QUICK.attempts * 2 * num_ranges  # each range is asked for, and then at the place it is said to be
-    wrong = [entry for entry in table if entry["reason"] != entry["expected"]]
+    wrong = [entry for entry in table if entry.reason != entry.expected]
     return Found(
-        document={"deceits": table, "honest": honest},
-        rows=[(f"{entry['server']} {entry['lie']} {entry['to']}", entry["reason"]) for entry in table],
+        document={"deceits": [asdict(entry) for entry in table], "honest": honest},
+        rows=[(f"{entry.server} {entry.lie} {entry.to}", entry.reason) for entry in table],
         aims={
             "each is refused by its name": wrong == [],
-            "nothing eligible is left": all(entry["nothing_eligible"] for entry in table),
-            "tries are bounded": all(entry["requests"] < most for entry in table),
+            "nothing eligible is left": all(entry.nothing_eligible for entry in table),
+            "tries are bounded": all(entry.requests < most for entry in table),
             "then an honest server is enough": honest == "native",
         },
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
 
 from benchmarks._proof import Found
 from benchmarks._ship_homes import MIB, TOKEN, Homes, made
@@ -165,12 +164,12 @@ def recover_in_moved_home(homes: Homes) -> Found:
     before.rename(after)
     pack = captured.tools.store.path(next(iter(captured.loaded.packs().values())).sha256)
     pack.unlink()
-    there: dict[str, Any] = {"weights": "recovery", "mounts": {_INSIDE: str(after)}}
+    mounts = {_INSIDE: str(after)}
     closed = explain(captured.tools, captured.loaded, captured.request("closed-1", weights="recovery"))
-    open_ = explain(captured.tools, captured.loaded, captured.request("open-1", **there))
+    open_ = explain(captured.tools, captured.loaded, captured.request("open-1", weights="recovery", mounts=mounts))
     port = free_port()
     try:
-        result = captured.restore("recovered-1", name="recovered", port=port, **there)
+        result = captured.restore("recovered-1", name="recovered", port=port, weights="recovery", mounts=mounts)
         given = captured.ask(UNSEEN, port)
     finally:
         captured.stop_all()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ class Steps:
     def all(self) -> Mapping[str, Step]:
         """In the order in which they are run."""
         main, *others = self.subject.drivers
-        steps: dict[str, Step] = {"model": self.model, "cold": self.cold, main.value: lambda: self.driver(main)}
+        steps: dict[str, Step] = {"model": self.model, "cold": self.cold, main.value: partial(self.driver, main)}
         steps["disk"] = self.disk
-        steps |= {driver.value: lambda driver=driver: self.driver(driver) for driver in others}  # type: ignore[misc]
+        steps |= {driver.value: partial(self.driver, driver) for driver in others}
         steps |= {"one-digest": self.one_digest, "recovery": self.recovery}
         if self.subject.kind == "gpu":
             steps["fp8"] = self.fp8
@@ -100,7 +101,7 @@ class Steps:
         except Exception as error:
             seen = {mode: one.document() for mode, one in so_far.pop("seen", {}).items() if one.rounds}
             facts = {**getattr(error, "facts", {}), "so_far": {**so_far, "restores": seen}}
-            error.facts = facts  # type: ignore[attr-defined]
+            error.facts = facts  # type: ignore[attr-defined] # whatever it is: the record reads facts of any error
             raise
 
     def _driver(self, driver: DriverId, so_far: dict[str, Any]) -> Found:

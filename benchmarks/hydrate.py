@@ -95,7 +95,7 @@ class Bench:
             offset += -(-size // PAGE) * PAGE
         return segments
 
-    def _hash(self, offset: int, size: int) -> Any:
+    def _hash(self, offset: int, size: int) -> hashlib._Hash:
         state = hashlib.sha256()
         for at in range(offset, offset + size, PIECE):
             state.update(os.pread(self.fd, min(PIECE, offset + size - at), at))

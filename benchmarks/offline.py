@@ -95,8 +95,7 @@ class Bench:
         }
         self.paths = {name: folder / f"{name}.json" for name in (*self.specs, "copy")}
         self.made_s = {
-            name: timed(lambda name=name, spec=spec: make_synthetic(state, self.paths[name], spec))  # type: ignore[misc]
-            for name, spec in self.specs.items()
+            name: timed(partial(make_synthetic, state, self.paths[name], spec)) for name, spec in self.specs.items()
         }
         self.paths["copy"].write_bytes(self.paths["base"].read_bytes())
         self.paths["copy"].chmod(0o600)

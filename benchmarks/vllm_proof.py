@@ -100,7 +100,9 @@ def finished(path: Path, commit: str | None) -> set[str]:
     }
 
 
-def _wanted(parser: argparse.ArgumentParser, subject: Subject, sizes: Sequence[str], options: Any) -> list[str]:
+def _wanted(
+    parser: argparse.ArgumentParser, subject: Subject, sizes: Sequence[str], options: argparse.Namespace
+) -> list[str]:
     """The full names of the steps that are asked for."""
     nothing: Any = None
     known = list(Steps(subject=subject, coldsnap=nothing, record=nothing, size="", rounds=0, num_cold=0).all())
@@ -110,7 +112,7 @@ def _wanted(parser: argparse.ArgumentParser, subject: Subject, sizes: Sequence[s
     return [f"{size}-{name}" for size in sizes for name in known if name in only]
 
 
-def _folder(options: Any, kind: str, stack: ExitStack) -> Path:
+def _folder(options: argparse.Namespace, kind: str, stack: ExitStack) -> Path:
     """Where everything of this proof is; a fake one leaves nothing."""
     if kind == "fake":
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coldsnap-proof-", dir="/var/tmp")))
@@ -121,7 +123,7 @@ def _folder(options: Any, kind: str, stack: ExitStack) -> Path:
     return folder
 
 
-def _subject(options: Any, kind: str, folder: Path) -> Subject:
+def _subject(options: argparse.Namespace, kind: str, folder: Path) -> Subject:
     serve = dict(map(engine_option, options.serve))
     environment = dict(word.partition("=")[::2] for word in options.environment)
     if kind == "gpu":

@@ -104,6 +104,16 @@ def test_exact_versions_and_devices_of_each_machine(fact: str, value: Any, field
     assert stale(overlay(), facts={"u1": changed}) == ([f"target.machines[1].{field}"] if field else [])
 
 
+@pytest.mark.parametrize(("frozen_by", "fields"), [("n610", []), ("n580", ["snapshot_driver"])])
+def test_what_a_template_became_is_frozen_with_its_devices_state(frozen_by: str, fields: list[str]) -> None:
+    portable = artifact_from(artifact_example(**{**SHAPE, "driver": "n580"}))
+    target = overlay_target(portable, hosts=HOSTS, facts=dict.fromkeys(HOSTS, FACTS))
+    local = artifact_from(artifact_example(**{**SHAPE, "driver": frozen_by}))
+    made = make_overlay(artifact_digest(portable), local, target)
+    found = stale_problems(made, digest=artifact_digest(portable), portable=portable, target=target)
+    assert [problem.field for problem in found] == fields
+
+
 def test_another_host_is_named_for_each_of_its_ranks() -> None:
     assert stale(overlay(), hosts={"u1": Digest.of(b"x")}) == ["target.hosts[2]", "target.hosts[3]"]
 

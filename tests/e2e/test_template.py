@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from coldsnap.core.bindings import cuda_states_of
-from coldsnap.core.drivers import DriverId
+from coldsnap.core.drivers import DriverId, FeatureResult, FeatureState
 from coldsnap.core.messages import Answer, WorkerState
 from coldsnap.errors import AcceptanceFailed, InvalidDocument, Refused
 from coldsnap.ops.artifacts import load_artifact
 from coldsnap.ops.capture import capture
 from coldsnap.ops.live import service_status
 from coldsnap.ops.materialize import materialize, materialize_request
+from coldsnap.ops.overlay import drop_overlay, read_overlay
 from coldsnap.testing.checkpoint import write_checkpoint
 from coldsnap.testing.gpu import GpuRack
 from coldsnap.testing.source import running_source
@@ -99,15 +101,74 @@ def test_a_missing_pack_is_written_again_from_a_placed_template(stand: Stand, ex
     assert stand.ask(UNSEEN) == expected
 
 
-def test_an_overlay_is_refused(stand: Stand) -> None:
-    with pytest.raises(Refused) as caught:
-        materialize(
+def test_an_overlay_keeps_what_the_template_became_here(
+    stand: Stand, expected: tuple[Answer, ...], rack: GpuRack
+) -> None:
+    try:
+        made = materialize(
             stand.tools, stand.loaded, materialize_request(stand.loaded, operation_id="overlay-1"), overlay=True
+        ).overlay
+        assert made is not None
+        assert made.outcome == "made"
+        assert rack.users() == ()
+        own = read_overlay(stand.tools, stand.loaded.digest).artifact
+        assert own.snapshot_driver.id is DriverId.N610
+        (state,) = cuda_states_of(own.runtime.bindings)
+        assert state.devices == (rack.inventory.gpus[0].uuid,)
+        packs = stand.loaded.artifact.weights.model_payloads
+        assert own.weights.model_payloads is not None
+        assert packs is not None
+        assert [one.sha256 for one in own.weights.model_payloads.objects] == [one.sha256 for one in packs.objects]
+        result = stand.restore("overlay-2")
+        assert result.rung == "overlay"
+        assert result.seconds["resume"] > 0, "its CUDA state came back"
+        assert stand.ask(UNSEEN) == expected
+        stand.sleep("overlay-3")
+        stand.wake("overlay-4")
+        assert stand.ask(UNSEEN) == expected
+        with pytest.raises(AcceptanceFailed):
+            stand.restore("overlay-5", negative_control=True)
+    finally:
+        stand.stop_all()
+        drop_overlay(stand.tools, stand.loaded.digest)
+    assert stand.restore("overlay-6").rung == "native"
+    assert stand.ask(UNSEEN) == expected
+
+
+def test_a_restore_may_ask_for_an_overlay_beside_it(stand: Stand, expected: tuple[Answer, ...]) -> None:
+    try:
+        result = stand.restore("local-1", target_local=True)
+        assert (result.rung, result.overlay.outcome if result.overlay else None) == ("native", "made")
+        assert stand.ask(UNSEEN) == expected
+        stand.stop_all()
+        assert stand.restore("local-2").rung == "overlay"
+        assert stand.ask(UNSEEN) == expected
+    finally:
+        stand.stop_all()
+        drop_overlay(stand.tools, stand.loaded.digest)
+
+
+def test_a_host_without_what_initialised_state_needs_makes_no_overlay(stand: Stand) -> None:
+    def probe(features: tuple[str, ...]) -> tuple[FeatureResult, ...]:
+        found = usual.probe(features)
+        return tuple(
+            replace(one, state=FeatureState.FAILED, reason="not here")
+            if one.feature == "cuda-initialized-state"
+            else one
+            for one in found
         )
+
+    usual = stand.tools
+    stand.tools = replace(usual, probe=probe)
+    try:
+        request = materialize_request(stand.loaded, operation_id="lacking-1")
+        with pytest.raises(Refused) as caught:
+            materialize(stand.tools, stand.loaded, request, overlay=True)
+    finally:
+        stand.tools = usual
     (problem,) = caught.value.problems
-    assert (problem.field, problem.value) == ("snapshot_driver.id", "n580")
-    with pytest.raises(InvalidDocument, match="target-local"):
-        stand.request("overlay-2", target_local=True)
+    assert problem.field == "features.cuda-initialized-state"
+    assert "n610 freezes an overlay of n580" in str(problem.cure)
 
 
 def test_the_pack_is_the_same_whichever_driver_captures(stand: Stand, folder: Any, rack: GpuRack) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "GraphPolicy",
     "ProcessBackend",
     "admit_features",
+    "overlay_driver",
     "required_features",
 ]
 
@@ -85,7 +86,6 @@ class DriverContract:
     replay_semantics: str
     communicating_features: tuple[str, ...] = ()
     allows_warm: bool = True
-    allows_overlay: bool = True
 
     def default_graph_policy(self, num_workers: int) -> GraphPolicy:
         """The graph policy of a request that names none."""
@@ -116,7 +116,6 @@ def _contracts() -> Mapping[DriverId, DriverContract]:
             backend=ProcessBackend.CUDA_CRIU,
             replay_semantics="re-execute-template",
             allows_warm=False,
-            allows_overlay=False,
         ),
         DriverContract(
             id=DriverId.N610,
@@ -145,6 +144,14 @@ def _contracts() -> Mapping[DriverId, DriverContract]:
 
 
 DRIVERS: Mapping[DriverId, DriverContract] = _contracts()
+
+
+def overlay_driver(driver: DriverId) -> DriverId:
+    """Who freezes an artifact of ``driver`` again on its target.
+
+    A template is the same on every target. What one target can keep of it is the tree that it became there.
+    """
+    return DriverId.N610 if driver is DriverId.N580 else driver
 
 
 def required_features(driver: DriverId, execution: Execution) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ What it is bound to, and what a difference would mean:
     artifact_sha256    its own artifact document                  it is damaged
 
 It holds a whole artifact document of its own, whose capture id is the portable one's: an overlay is the same capture
-made local, and equal bytes must give an equal capsule (``same_capture``), which is not worth keeping.
+made local, and equal bytes must give an equal capsule (``same_capture``), which is not worth keeping. That of a
+template (``n580``) is frozen by ``n610``, with the devices' state: a host that has its features need not build the
+model again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from coldsnap.core.canonical import canonical_json
 from coldsnap.core.compat import HostFacts
 from coldsnap.core.destination import DeviceCompatibility
 from coldsnap.core.digest import Digest
-from coldsnap.core.drivers import DriverId
+from coldsnap.core.drivers import DriverId, overlay_driver
 from coldsnap.core.execution import Execution, worker_identity
 from coldsnap.core.names import Choice, Id, Index, Items, Line, SomeItems
 from coldsnap.core.parsing import Record, parse_document, plain_document, rule
@@ -214,9 +216,9 @@ def stale_problems(
             ("portable", "is another artifact than this one", str(overlay.portable), str(digest)),
             (
                 "snapshot_driver",
-                "is not the artifact's",
+                "is not the one that freezes such an artifact again",
                 overlay.snapshot_driver.value,
-                portable.snapshot_driver.id.value,
+                overlay_driver(portable.snapshot_driver.id).value,
             ),
             *_rows("model_payloads", "is another pack", overlay.model_payloads, _packs(portable)),
             *_rows("target.hosts", "is another machine", overlay.target.hosts, target.hosts),

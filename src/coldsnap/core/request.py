@@ -293,17 +293,6 @@ class OperationRequest(Record):
             yield _warm(f"is impossible with driver {contract.id}", "use driver n610 or host, or leave it empty")
 
     @rule
-    def _overlay_fits_the_driver(self) -> Iterator[Problem]:
-        contract, scope = DRIVERS[self.snapshot_driver.id], self.policy.process.artifact_scope
-        if scope is ArtifactScope.TARGET_LOCAL and not contract.allows_overlay:
-            yield Problem(
-                field="policy.process.artifact_scope",
-                message=f"has nothing to keep with driver {contract.id}, which freezes no state of a target",
-                value=show(scope.value),
-                cure="use portable, or driver n610 or host",
-            )
-
-    @rule
     def _warm_does_not_wait_for_a_pack(self) -> Iterator[Problem]:
         required = self.policy.weights.native.materialize is Materialize.REQUIRED
         if self.lifecycle.activation_state is ActivationState.WARM and required:

@@ -18,7 +18,7 @@ from coldsnap.ops.artifacts import LoadedArtifact, load_artifact
 from coldsnap.ops.copies import drop_copies, unused_copies
 from coldsnap.ops.freezers.tree import TreeFreezer
 from coldsnap.ops.operation import Operation, Outlet, operation
-from coldsnap.ops.overlay import served_overlay
+from coldsnap.ops.overlay import request_of, served_overlay
 from coldsnap.ops.prepare import prepare_artifact
 from coldsnap.ops.quarantine import clear_failures, remember_failure
 from coldsnap.ops.rungs import bring_up
@@ -173,16 +173,17 @@ def wake_service(
     with tools.services.lock(name), tools.state.in_use(), operation(tools, request, outlet=outlet) as op:
         record = tools.services.must_load(name)
         state = _next_state(tools, record, ServiceVerb.WAKE)
-        loaded = artifact_of(record)
+        loaded, wanted = artifact_of(record), request
         if record.overlay is not None:
             loaded = served_overlay(tools, loaded.digest, record.overlay)
+            wanted = request_of(loaded, request)
         workers = attach_workers(tools, record)
         # A wake that ended before it was recorded left memory that nobody has asked anything: begin again without it.
         awake = [live for live in workers if _state(live) in (WorkerState.IDLE, WorkerState.SERVING)]
         ask_all(awake, Verb.SLEEP, None, SleepReport, deadline_s=tools.deadlines.sleep_s)
         assert record.port is not None  # noqa: S101 - a restored service has one
         prepared = prepare_artifact(
-            tools, op, loaded, request, address=(record.host, record.port), ignore_quarantine=True
+            tools, op, loaded, wanted, address=(record.host, record.port), ignore_quarantine=True
         )
         reached("wake.prepared")
         try:

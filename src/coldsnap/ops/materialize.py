@@ -9,6 +9,7 @@ ended. Nothing that runs is touched.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from typing import Any
 
 from coldsnap.core.artifact import ObjectRecord
 from coldsnap.core.digest import Digest
-from coldsnap.core.drivers import DRIVERS
+from coldsnap.core.drivers import admit_features, overlay_driver, required_features
 from coldsnap.core.ladder import COUNTED, Rung, blame
 from coldsnap.core.messages import MaterializeBody, Materialized, Verb
 from coldsnap.core.points import reached
 from coldsnap.core.policy import Materialize
 from coldsnap.core.request import OperationRequest
 from coldsnap.core.selection import Provider
+from coldsnap.engines.protocol import EnginePlugin
 from coldsnap.errors import ColdsnapError, IntegrityError, PayloadRejected, Problem, Refused
 from coldsnap.ops.activating import activation_request
 from coldsnap.ops.artifacts import LoadedArtifact
@@ -238,14 +240,8 @@ def _is_here(tools: Tools, pack: ObjectRecord) -> bool:
 
 def _problems(tools: Tools, loaded: LoadedArtifact, plan: MaterializePlan) -> Iterator[Problem]:
     plugin = choose_engine(tools.engines, loaded.artifact.launch.engine)
-    driver = loaded.artifact.snapshot_driver.id
-    if plan.overlay and not DRIVERS[driver].allows_overlay:
-        yield Problem(
-            field="snapshot_driver.id",
-            message="has no overlays: it freezes a template, which is the same on every target",
-            value=driver.value,
-            cure="leave --overlay out",
-        )
+    if plan.overlay:
+        yield from _overlay_problems(tools, loaded, plugin)
     if not loaded.packs():
         yield Problem(
             field="weights.model_payloads",
@@ -267,6 +263,27 @@ def _problems(tools: Tools, loaded: LoadedArtifact, plan: MaterializePlan) -> It
             message=f"the missing packs have {plan.missing_bytes} bytes and {free} are free",
             value=str(tools.state.path),
             cure="free some space (`coldsnap gc --dry-run` shows what can go), or use another --state-root",
+        )
+
+
+def _overlay_problems(tools: Tools, loaded: LoadedArtifact, plugin: EnginePlugin) -> Iterator[Problem]:
+    """Why this host cannot freeze the tree again, where another driver does that than the one that brings it back."""
+    own = loaded.artifact.snapshot_driver.id
+    driver = overlay_driver(own)
+    if driver is own:
+        return
+    if driver.value not in plugin.supports.drivers:
+        yield Problem(
+            field="snapshot_driver.id",
+            message=f"has no overlays with engine {plugin.name}: they are frozen by {driver.value}, which it has not",
+            value=own.value,
+            cure="leave --overlay out",
+        )
+        return
+    needed = required_features(driver, loaded.artifact.launch.execution)
+    for problem in admit_features(needed, tools.probe(needed)):
+        yield dataclasses.replace(
+            problem, cure=f"leave --overlay out: {driver.value} freezes an overlay of {own.value}"
         )
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "overlay_path",
     "overlays",
     "read_overlay",
+    "request_of",
     "save_overlay",
     "served_overlay",
     "target_now",
@@ -94,13 +95,20 @@ def find_overlay(
     if stale:
         return FoundOverlay(loaded=None, reason="it is stale: " + "; ".join(str(problem) for problem in stale))
     own = _loaded(path, overlay)
-    gates = restore_gates(tools, own, request, address=None, ignore_quarantine=ignore_quarantine)
+    wanted = request_of(own, request)
+    gates = restore_gates(tools, own, wanted, address=None, ignore_quarantine=ignore_quarantine)
     closed = [gate for gate in gates if gate.problems]
     if closed:
         problems = "; ".join(str(problem) for gate in closed for problem in gate.problems)
         replaceable = all(gate.name != "quarantine" for gate in closed)
         return FoundOverlay(loaded=None, reason=f"it would not restore here: {problems}", replaceable=replaceable)
     return FoundOverlay(loaded=own, reason="an overlay was made on this machine, and nothing it depends on has changed")
+
+
+def request_of(own: LoadedArtifact, request: OperationRequest) -> OperationRequest:
+    """A request for a portable artifact as one for its overlay ``own``, which another driver may have frozen."""
+    driver = request.snapshot_driver.model_copy(update={"id": own.artifact.snapshot_driver.id})
+    return request.model_copy(update={"snapshot_driver": driver})
 
 
 def served_overlay(tools: Tools, portable: Digest, overlay: Digest) -> LoadedArtifact:

@@ -6,12 +6,14 @@ What a restored tree has that the portable one had not: this machine's choices a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from coldsnap.core.artifact import artifact_digest, artifact_document
 from coldsnap.core.bindings import cold_start_of, hygiene_of, runtime_said, service_name_of, staging_of
 from coldsnap.core.digest import Digest
+from coldsnap.core.drivers import overlay_driver
 from coldsnap.core.messages import Exported
 from coldsnap.core.overlay import make_overlay, same_capture
 from coldsnap.core.points import reached
@@ -19,7 +21,7 @@ from coldsnap.core.policy import ArtifactScope
 from coldsnap.core.request import EXTENSION_SCHEMA, OperationRequest, request_from
 from coldsnap.errors import IntegrityError, ResourceBusy
 from coldsnap.ops.artifacts import LoadedArtifact
-from coldsnap.ops.freezers import Running
+from coldsnap.ops.freezers import Freezer, Running, freezer_for
 from coldsnap.ops.freezing import freeze_tree
 from coldsnap.ops.operation import Operation
 from coldsnap.ops.overlay import overlay_path, save_overlay, target_now
@@ -75,16 +77,17 @@ def capture_overlay(tools: Tools, op: Operation, loaded: LoadedArtifact, tree: T
     refuse_overlay_in_use(tools, loaded)
     prompts, answers = loaded.acceptance()
     request = _request(tools, loaded)
-    frozen = freeze_tree(
-        tools,
-        op,
-        request,
-        Running(launch=request.launch, units=tree.units, workers=tree.workers, scratch=tree.scratch),
-        freezer=tree.freezer,
-        prompts=prompts,
-        answers=answers,
-        check_export=lambda exported: _same_packs(loaded, exported),
-    )
+    with _freezer(tools, op, request, loaded, tree) as freezer:
+        frozen = freeze_tree(
+            tools,
+            op,
+            request,
+            Running(launch=request.launch, units=tree.units, workers=tree.workers, scratch=tree.scratch),
+            freezer=freezer,
+            prompts=prompts,
+            answers=answers,
+            check_export=lambda exported: _same_packs(loaded, exported),
+        )
     if same_capture(loaded.artifact, frozen.artifact):
         return OverlayMade(
             outcome="identical",
@@ -101,6 +104,15 @@ def capture_overlay(tools: Tools, op: Operation, loaded: LoadedArtifact, tree: T
         digest=artifact_digest(frozen.artifact),
         capsule_bytes=sum(image.bytes for image in frozen.images.values()),
     )
+
+
+def _freezer(
+    tools: Tools, op: Operation, request: OperationRequest, loaded: LoadedArtifact, tree: TemporaryTree
+) -> AbstractContextManager[Freezer]:
+    """The one that brought the tree back, unless another driver freezes it."""
+    if request.snapshot_driver.id is loaded.artifact.snapshot_driver.id:
+        return nullcontext(tree.freezer)
+    return freezer_for(tools, op, request.snapshot_driver.id)
 
 
 def _same_packs(loaded: LoadedArtifact, exported: Mapping[str, Exported]) -> None:
@@ -127,7 +139,7 @@ def _request(tools: Tools, loaded: LoadedArtifact) -> OperationRequest:
             "kind": "coldsnap-operation-request",
             "operation": "capture",
             "id": loaded.artifact.capture_id,
-            "snapshot_driver": {"id": loaded.artifact.snapshot_driver.id.value},
+            "snapshot_driver": {"id": overlay_driver(loaded.artifact.snapshot_driver.id).value},
             "output": str(overlay_path(tools, loaded.digest)),
             "launch": document["launch"],
             "policy": {

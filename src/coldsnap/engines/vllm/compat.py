@@ -7,6 +7,8 @@
   `keep_parameters` turns that off. There is no option for it.
 - CUDA graphs get their memory from torch, in a pool that the platform keeps (0.26.0 to 0.33.0). `pool_for_graphs` gives
   it one of CuMem's instead: in 0.26.0 made as its other pools are, from 0.32 on by its own `cudagraph_pool`.
+- Mapping memory keeps Python's lock (0.26.0 to 0.33.0). `native` calls the C function of the same file instead, which
+  no document promises; where a version does not have it, vLLM's Python call is taken.
 """
 
 from __future__ import annotations

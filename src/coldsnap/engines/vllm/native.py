@@ -1,15 +1,19 @@
 """vLLM's own call that maps memory, made without Python's lock.
 
 `vllm.cumem_allocator` keeps the lock while the driver maps: 0.16 s for 112 GB of keys and values on an H200, in which
-no thread that fills the weights can go on. Its file also exports the C function below the Python one (0.26.0):
+no thread that fills the weights can go on. Its file also exports the C function below the Python one:
 
     void create_and_map(unsigned long long device, ssize_t size, CUdeviceptr ptr, CUmemGenericAllocationHandle *slot)
     CUresult error_code; char error_msg[10240];
 
-and ctypes releases the lock. Errors are told as the Python one tells them. Several threads at once are no faster (28
-mappings of 4 GiB: 0.16 s with 1, 4 and 8), and there is one `error_code` for all, so calls go one after the other; the
-other call of vLLM's, which unmaps, takes 0.03 s for as much and stays as it is. Nobody makes both at once: both change
-the books of the allocator, under the lock of the memory that they belong to.
+and ctypes releases the lock. Nothing in a file says what a function takes, so those of 0.26.0, 0.32.0 and 0.33.0 were
+read: they differ in the number of a line, and get from the Python one what is above. On a GPU 0.26.0 was run.
+
+Errors are told as the Python one tells them. Several threads at once are no faster (28 mappings of 4 GiB: 0.16 s with
+1, 4 and 8), and there is one `error_code` for all, so calls go one after the other. The other call of vLLM's, which
+unmaps, takes 0.03 s for as much and stays Python's. It uses the same `error_code` and does not know our lock: whoever
+maps and unmaps does one at a time (`Pages`). What torch allocates meanwhile uses it too, as it always did without
+Python's lock; an engine that wakes computes nothing yet.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from coldsnap.engines.vllm.pools import Handle
 __all__ = ["Calls", "loaded", "mapping"]
 
 _MESSAGE_BYTES = 10240
+_LOCK = threading.Lock()
+"""Of `error_code` and `error_msg`, of which a process has one, however many models it loads."""
 
 
 class Calls(Protocol):
@@ -68,15 +74,16 @@ def loaded(path: Path) -> Calls | None:
 
 def mapping(calls: Calls) -> Callable[[Handle], None]:
     """What maps a row of vLLM's. It raises RuntimeError with CUDA's words, as vLLM's own does."""
-    lock = threading.Lock()
 
     def create_and_map(handle: Handle) -> None:
         device, size, ptr, slot = handle
-        with lock:
+        with _LOCK:
             calls.error_code.value = 0
             calls.create_and_map(device, size, ptr, slot)
             if calls.error_code.value != 0:
+                words = calls.error_msg.value.decode(errors="replace")
                 calls.error_code.value = 0
-                raise RuntimeError(calls.error_msg.value.decode(errors="replace"))
+                calls.error_msg[0] = b"\0"
+                raise RuntimeError(words)
 
     return create_and_map

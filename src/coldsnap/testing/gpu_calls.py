@@ -19,7 +19,6 @@ __all__ = ["AGENTS_VARIABLE", "RACK_VARIABLE", "open_calls"]
 _RUN_DIR = "run/coldsnap"
 AGENTS_VARIABLE = "COLDSNAP_FAKE_GPU_AGENTS"
 RACK_VARIABLE = "COLDSNAP_FAKE_GPU_RACK"
-_LIMIT_BYTES = 65536
 
 
 class CallError(Exception):
@@ -108,7 +107,8 @@ class Calls:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(str(_agent(pid)))
             sock.sendall(json.dumps({"call": call, "arguments": arguments}).encode())
-            reply = json.loads(sock.recv(_LIMIT_BYTES))
+            with sock.makefile("rb") as answer:
+                reply = json.loads(answer.read())  # to its end: then the process no longer holds the connection
         if reply.get("die"):
             os._exit(9)
         if "code" in reply:

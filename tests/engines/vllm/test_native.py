@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
-import select
 import socket
 import struct
 import sys
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coldsnap.engines.vllm import pages
+from coldsnap.engines.vllm import native, pages
 from coldsnap.engines.vllm.native import loaded, mapping
 
 HANDLE = (0, 4 << 30, 0x7F00_0000_0000, 0x5555_0000_1238)
@@ -116,27 +115,51 @@ def test_python_s_lock_is_free_meanwhile(monkeypatch: pytest.MonkeyPatch) -> Non
     assert received == sent.raw
 
 
+class Told:
+    """A lock that tells when somebody waits for it."""
+
+    def __init__(self, waiting: threading.Event) -> None:
+        self._lock, self._waiting = threading.Lock(), waiting
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waiting.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def test_calls_at_once_do_not_mix_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models, each with its mapping, and one file: every second device has an error."""
+    """Two models, each with its mapping, and one file.
+
+    The first call ends when the second waits for it, or came in too and left its own error.
+    """
     fake = Fake()
+    first_in, second_here = threading.Event(), threading.Event()
+    monkeypatch.setattr(native, "_LOCK", Told(second_here))
 
     def act(device: int, size: int, ptr: int, slot: int) -> None:
-        if device % 2:
-            fake.error_code.value = device
-            fake.error_msg.value = f"of {device}".encode()
-        select.select([], [], [], 0)  # gives others Python's lock, as C does
+        fake.error_code.value = device
+        fake.error_msg.value = f"of {device}".encode()
+        if device == 1:
+            first_in.set()
+            assert second_here.wait(60)
+        else:
+            second_here.set()
 
     monkeypatch.setattr(fake, "create_and_map", act)
 
     def told(device: int) -> str:
-        try:
+        with pytest.raises(RuntimeError) as caught:
             mapping(fake)((device, *HANDLE[1:]))
-        except RuntimeError as error:
-            return str(error)
-        return ""
+        return str(caught.value)
 
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(told, range(400))) == [f"of {one}" if one % 2 else "" for one in range(400)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(told, 1)
+        assert first_in.wait(60)
+        second = pool.submit(told, 2)
+        assert (first.result(60), second.result(60)) == ("of 1", "of 2")
 
 
 @pytest.mark.parametrize("lib_name", [None, "/vllm/gone.so"])

@@ -6,9 +6,11 @@ Everything of coldsnap's is real but the driver; vLLM's allocator and its loop a
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,7 +21,7 @@ from coldsnap.core.extents import AllocationIndex
 from coldsnap.core.messages import Answer, PackSource, Prompt, WorkerSettings, WorkerState
 from coldsnap.engines.control import ControlClient, ControlServer
 from coldsnap.engines.local_model import checkpoint_files
-from coldsnap.engines.protocol import EngineWorker
+from coldsnap.engines.protocol import EngineWorker, ResolvedModel
 from coldsnap.engines.settings import model_source_from
 from coldsnap.engines.vllm.account import account
 from coldsnap.engines.vllm.cumem import PINNED_SLACK_BYTES, CuMemMemory
@@ -246,24 +248,35 @@ def begun(
     assert core.vllm.books_are_true()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ResolvedModel:
+    """A checkpoint that nobody changes."""
+    return PLUGIN.resolve_model(
+        str(write_checkpoint(tmp_path_factory.mktemp("models") / "checkpoint", tensors=TENSORS))
+    )
+
+
+def make_engine(model: ResolvedModel, variant: int = 0) -> FakeEngine:
+    source = model_source_from(PLUGIN.settings_options(model, {}))
+    return FakeEngine(model.path, source, shuffle=variant or None)
+
+
 class Bench:
     """Makes workers over vLLM's allocator of one form."""
 
     FORM: Form
 
     @pytest.fixture(autouse=True)
-    def _factory(self, tmp_path: Path, make_service: Callable[..., Any]) -> None:
-        self.checkpoint = tmp_path / "checkpoint"
+    def _factory(self, model: ResolvedModel, make_service: Callable[..., Any]) -> None:
+        self.model = model
         self.make_service = make_service
         self.cores: list[Core] = []
 
     def make(self, variant: int) -> FakeEngine:
-        model = PLUGIN.resolve_model(str(write_checkpoint(self.checkpoint, tensors=TENSORS)))
-        source = model_source_from(PLUGIN.settings_options(model, {}))
-        return FakeEngine(model.path, source, shuffle=variant or None)
+        return make_engine(self.model, variant)
 
     def make_damaged(self, folder: Path) -> FakeEngine:
-        engine = self.make(0)
+        engine = make_engine(replace(self.model, path=shutil.copytree(self.model.path, folder)))
         (engine.model_path / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 100)
         return engine
 
@@ -342,7 +355,7 @@ class OnGpu(Bench):
         answers, exported = live.answers(prompts), live.export()
         live.sleep()
         report = live.wake(exported, PackSource.RECOVERY)
-        stored = sum(tensor.size for file in checkpoint_files(self.checkpoint) for tensor in file.tensors)
+        stored = sum(tensor.size for file in checkpoint_files(self.model.path) for tensor in file.tensors)
         assert report.model_bytes == stored
         assert live.answers(prompts) == answers
 

@@ -113,7 +113,7 @@ class FakeDriver(FakeStreams):
             start, mapping = self._find(ptr, size)
             if mapping.data is None:
                 raise KeyError(hex(ptr))
-            return bytes(mapping.data[ptr - start : ptr - start + size])
+            return bytes(memoryview(mapping.data)[ptr - start : ptr - start + size])
 
     # The driver's own calls.
 

@@ -265,9 +265,12 @@ def test_a_peer_that_lies_is_passed_by_for_the_next_source(
     assert pack_path(tools, published).read_bytes() == pack_path(harbour.tools, published).read_bytes()
 
 
-def test_a_peer_that_does_not_answer_is_named_once_and_passed_by(harbour: Harbour, published: LoadedArtifact) -> None:
+def test_a_peer_that_does_not_answer_is_asked_and_named_once(harbour: Harbour, published: LoadedArtifact) -> None:
+    asked: list[Item] = []
+
     class Deaf(Peer):
         def stat(self, item: Item) -> Stored | None:
+            asked.append(item)
             raise remote_error("unreachable", "nobody answers at s3://typo", place=self.name)
 
     class WithDeaf(Remotes):
@@ -285,6 +288,7 @@ def test_a_peer_that_does_not_answer_is_named_once_and_passed_by(harbour: Harbou
     harbour.stack.callback(remotes.http.close)
     assert harbour.prepare(replace(tools, remotes=remotes, reporter=Listening()), published).source == "native"
     assert warnings == [f"--peer {harbour.folder / 'typo'} is passed by: nobody answers at s3://typo"]
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("harm", ["other bytes", "short", "manifest"])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.registry import _registry
 
 from coldsnap.core.digest import Digest
-from coldsnap.errors import ColdsnapError, PayloadRejected, RemoteError
+from coldsnap.errors import ColdsnapError, PayloadRejected, RemoteError, UsageError
 from coldsnap.ship.anyurl import AnyUrl
 from coldsnap.ship.base import Item, Kind, Outgoing, Source
 from coldsnap.ship.http import Http
@@ -410,6 +415,89 @@ def test_nobody_there_is_unreachable(tmp_path: Path) -> None:
             hub.head()
         assert caught.value.reason == "unreachable"
         assert caught.value.facts["attempts"] == LIMITS.attempts
+
+
+class Answered(Exception):
+    """What aiohttp raises for an answer that says no."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status}, url='http://user:planted@peer/'")
+        self.status = status
+
+
+class PretendWeb(AsyncFileSystem):  # type: ignore[misc] # fsspec has no types
+    """fsspec's own for the web, as far as it matters: each failure of a look-up is told as a missing file."""
+
+    protocol = ("http", "pretend")
+    cachable = False
+    failure: Exception | None = None
+
+    async def _info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        if self.failure is None:
+            await asyncio.Event().wait()
+        raise FileNotFoundError(path) from self.failure
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+
+@pytest.fixture
+def pretend_web(monkeypatch: pytest.MonkeyPatch) -> type[PretendWeb]:
+    for scheme in PretendWeb.protocol:
+        monkeypatch.setitem(_registry, scheme, PretendWeb)
+    return PretendWeb
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (ConnectionRefusedError(111, "planted"), "unreachable"),
+        (RuntimeError("ServerDisconnectedError planted"), "unreachable"),
+        (Answered(503), "server_error"),
+        (Answered(403), "forbidden"),
+    ],
+)
+def test_a_web_server_that_does_not_answer_is_no_missing_file(
+    pretend_web: type[PretendWeb], monkeypatch: pytest.MonkeyPatch, failure: Exception, reason: str
+) -> None:
+    monkeypatch.setattr(pretend_web, "failure", failure)
+    with pytest.raises(RemoteError) as caught:
+        AnyUrl("http://peer/x").stat(Item(Kind.PACK, Digest.of(b"x")))
+    assert caught.value.reason == reason
+    assert "planted" not in caught.value.message
+
+
+@pytest.mark.parametrize("failure", [FileNotFoundError("404"), Answered(404), Answered(410)])
+def test_a_missing_file_of_a_web_server_is_one(
+    pretend_web: type[PretendWeb], monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    monkeypatch.setattr(pretend_web, "failure", failure)
+    assert AnyUrl("http://peer/x").stat(Item(Kind.PACK, Digest.of(b"x"))) is None
+
+
+def test_other_schemes_say_missing_with_whatever_cause(
+    pretend_web: type[PretendWeb], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As s3fs does: the store's own error of a missing key."""
+    monkeypatch.setattr(pretend_web, "failure", RuntimeError("NoSuchKey"))
+    assert AnyUrl("pretend://bucket/x").stat(Item(Kind.PACK, Digest.of(b"x"))) is None
+
+
+@pytest.mark.parametrize("url", ["http://peer/x", "pretend://bucket/x"])
+def test_a_silent_place_behind_fsspec_is_given_up(pretend_web: type[PretendWeb], url: str) -> None:
+    store = AnyUrl(url, replace(HASTY, connect_s=0.25))
+    item = Item(Kind.PACK, Digest.of(b"x"))
+    for ask in (lambda: store.stat(item), lambda: list(store.read(item, 0, 4))):
+        with pytest.raises(RemoteError) as caught:
+            ask()
+        assert caught.value.reason == "too_slow"
+
+
+def test_a_package_that_a_scheme_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    with pytest.raises(UsageError, match="Install s3fs"):
+        AnyUrl("s3://bucket/x")
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("NoCredentialsError"), TypeError("size is None"), OSError("x")])

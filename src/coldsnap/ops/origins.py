@@ -180,12 +180,13 @@ def _sources(
 
 
 def _holds(tools: Tools, peer: Source, item: Item, size: int | None) -> bool:
+    if peer.name in tools.remotes.told:
+        return False  # each question to one that does not answer takes as long as it is waited for
     try:
         found = peer.stat(item)
-    except ColdsnapError as error:  # a peer that does not answer is no peer for this object
-        if peer.name not in tools.remotes.told:
-            tools.remotes.told.add(peer.name)
-            tools.reporter.warn(f"--peer {peer.name} is passed by: {error.message}")
+    except ColdsnapError as error:
+        tools.remotes.told.add(peer.name)
+        tools.reporter.warn(f"--peer {peer.name} is passed by: {error.message}")
         return False
     return found is not None and size in (None, found.bytes)
 

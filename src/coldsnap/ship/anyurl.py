@@ -2,7 +2,8 @@
 
 Names are those of a directory (``directory.py``). An object store makes an object visible when it is whole; elsewhere
 a temporary name and ``mv`` do it. Credentials are fsspec's own business and its own configuration's; its errors are
-passed on without their text, which may hold them.
+passed on without their text, which may hold them. It waits for minutes where nobody answers, and calls every failure
+of a web server a missing file: here both have the reason that they have.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from coldsnap.errors import ColdsnapError, MissingCapability, UsageError
 from coldsnap.ship.base import PIECE_BYTES, Item, Kind, Outgoing, Progress, Stored, Tally, Written
 from coldsnap.ship.directory import item_of, relative_path
-from coldsnap.ship.faults import remote_error
-from coldsnap.ship.limits import stop_if_cancelled
+from coldsnap.ship.faults import remote_error, status_error
+from coldsnap.ship.limits import Limits, stop_if_cancelled
 from coldsnap.ship.local import LocalFile
 from coldsnap.ship.secret import public_url
 
@@ -31,18 +33,26 @@ class AnyUrl:
 
     kinds = frozenset(Kind)
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limits: Limits | None = None) -> None:
         self.name = public_url(url)
+        self._limits = limits or Limits()
+        self._is_web = urlsplit(url).scheme in ("http", "https")
         try:
             import fsspec
+            import fsspec.asyn
         except ImportError as error:
             cure = "pip install 'coldsnap[fsspec]'"
             raise MissingCapability(f"{self.name} needs the package fsspec", cure=cure) from error
         try:
             self._system, root = fsspec.core.url_to_fs(url)
+        except ImportError as error:  # its text is fsspec's own, written before it saw the address
+            message = f"fsspec cannot open {self.name}: {error}"
+            raise UsageError(
+                message, cure="install the package that is named; `coldsnap[fsspec]` has fsspec alone"
+            ) from error
         except Exception as error:  # whatever the package of this scheme raises
             message = f"fsspec cannot open {self.name}: {type(error).__name__}"
-            raise UsageError(message, cure="check the scheme, and install the package it needs") from error
+            raise UsageError(message, cure="check the scheme and the address") from error
         self._root = str(root).rstrip("/")
 
     def list(self) -> Iterator[Stored]:
@@ -64,8 +74,10 @@ class AnyUrl:
         with self._translated("look up an object"):
             self._system.invalidate_cache()
             try:
-                found: dict[str, Any] = self._system.info(self._path(item))
-            except FileNotFoundError:
+                found: dict[str, Any] = self._call("info", self._limits.connect_s, self._path(item))
+            except FileNotFoundError as error:
+                if (failure := self._failure(error)) is not None:
+                    raise failure from error
                 return None
         return Stored(item=item, bytes=int(found["size"])) if found.get("type") == "file" else None
 
@@ -76,7 +88,9 @@ class AnyUrl:
             wanted = min(PIECE_BYTES, end - offset)
             with self._translated("read an object"):
                 try:
-                    data = self._system.cat_file(self._path(item), start=offset, end=offset + wanted)
+                    data = self._call(
+                        "cat_file", self._limits.idle_s, self._path(item), start=offset, end=offset + wanted
+                    )
                 except FileNotFoundError as error:
                     raise remote_error("not_found", f"{self.name} has no {item}", place=self.name) from error
             if len(data) != wanted:
@@ -122,6 +136,25 @@ class AnyUrl:
                     self._system.rm_file(aside)
                 raise
 
+    def _call(self, method: str, patience_s: float, path: str, **kwargs: int) -> Any:
+        """Of a system that works in a loop of its own, end what takes longer than ``patience_s``."""
+        from fsspec.asyn import AsyncFileSystem, sync
+
+        if isinstance(self._system, AsyncFileSystem):
+            return sync(self._system.loop, getattr(self._system, f"_{method}"), path, timeout=patience_s, **kwargs)
+        return getattr(self._system, method)(path, **kwargs)
+
+    def _failure(self, error: FileNotFoundError) -> ColdsnapError | None:
+        """Why a web server did not answer, where that is told as a missing file; None when the file is missing."""
+        cause = error.__cause__
+        what, status = "look up an object", getattr(cause, "status", None)
+        if not self._is_web or cause is None or isinstance(cause, FileNotFoundError) or status in (404, 410):
+            return None
+        if isinstance(status, int) and status >= 400:
+            return status_error(status, what, place=self.name)
+        message = f"{self.name} failed when asked to {what}: {type(cause).__name__}"
+        return remote_error("unreachable", message, place=self.name)
+
     def _path(self, item: Item) -> str:
         return f"{self._root}/{relative_path(item)}"
 
@@ -134,6 +167,9 @@ class AnyUrl:
             raise remote_error("forbidden", message, place=self.name) from error
         except ColdsnapError:
             raise
+        except TimeoutError as error:
+            message = f"{self.name} is too slow when asked to {what}"
+            raise remote_error("too_slow", message, place=self.name) from error
         except Exception as error:  # packages behind fsspec have errors of their own, which are no OSErrors
             message = f"{self.name} failed when asked to {what}: {type(error).__name__}"
             raise remote_error("unreachable", message, place=self.name) from error

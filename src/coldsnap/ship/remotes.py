@@ -69,7 +69,7 @@ class Remotes:
         from coldsnap.ship.peer import Peer
 
         return tuple(
-            AnyUrl(peer) if "://" in peer else Peer(Path(peer))
+            AnyUrl(peer, self.limits) if "://" in peer else Peer(Path(peer))
             for peer in self.peers
             if not self.offline or "://" not in peer
         )

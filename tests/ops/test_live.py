@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from coldsnap.capsule.driver import RunningUnit
 from coldsnap.core.artifact import artifact_bytes, artifact_document, artifact_from
 from coldsnap.core.points import install
 from coldsnap.errors import (
@@ -26,11 +27,13 @@ from coldsnap.errors import (
     UsageError,
     UserError,
 )
-from coldsnap.ops import services
+from coldsnap.ops import live, services
 from coldsnap.ops.artifacts import load_artifact
 from coldsnap.ops.live import artifact_of, service_status, sleep_service, stop_service, wake_service
 from coldsnap.ops.outside import OutsideClient
 from coldsnap.ops.services import ServiceRecord, Services
+from coldsnap.ops.steps import attach_units
+from coldsnap.ops.tools import Tools
 from coldsnap.store.locks import try_hold
 from coldsnap.testing.engine_harness import free_port
 
@@ -92,6 +95,22 @@ def test_status_of_a_service_whose_processes_are_gone(shop: Shop) -> None:
     assert shown.problem is not None
     assert f"coldsnap restore {shop.loaded.path} --name svc" in str(shown.problem.cure)
     assert shown.document()["problem"] == shown.problem.document()
+
+
+def test_status_of_a_service_that_ends_while_it_is_looked_at(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are found, and are gone a moment later: that is an answer, and no error of `status`."""
+
+    def attach_then_end(tools: Tools, record: ServiceRecord) -> dict[str, RunningUnit]:
+        found = attach_units(tools, record)
+        shop.kit.units.end_all()
+        return found
+
+    shop.restore()
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "attach_units", attach_then_end)
+        shown = service_status(shop.tools, "svc")
+    assert str(shown.workers["w0"]).startswith("does not answer: ")
+    assert service_status(shop.tools, "svc").state == "lost"
 
 
 def killed_before_its_units(shop: Shop, operation_id: str = "restore-1") -> None:

@@ -23,7 +23,7 @@ from coldsnap.ops.prepare import prepare_artifact
 from coldsnap.ops.quarantine import clear_failures, remember_failure
 from coldsnap.ops.rungs import bring_up
 from coldsnap.ops.services import ServiceRecord
-from coldsnap.ops.steps import attach_units, attach_workers, kill_service, way_back
+from coldsnap.ops.steps import attach_units, attach_workers, kill_service, recorded_workers, way_back
 from coldsnap.ops.tools import Tools
 from coldsnap.ops.workers import LiveWorker, ask_all
 
@@ -96,7 +96,7 @@ def service_status(tools: Tools, name: str) -> ServiceStatus:
         problem = Problem(field=name, message=message, value=None, cure=way_back(record))
     workers: dict[str, WorkerStatus | str] = {}
     if units and problem is None:
-        for live in attach_workers(tools, record):
+        for live in recorded_workers(tools, record, units):
             try:
                 workers[live.worker] = live.client.status(deadline_s=_STATUS_S)
             except ColdsnapError as error:

@@ -40,6 +40,7 @@ __all__ = [
     "launch_all",
     "live_workers",
     "open_listeners",
+    "recorded_workers",
     "service_units",
     "service_workers",
     "thaw_all",
@@ -160,6 +161,11 @@ def attach_workers(tools: Tools, record: ServiceRecord) -> list[LiveWorker]:
             cure=way_back(record),
             facts={"name": record.name, "missing": missing},
         )
+    return recorded_workers(tools, record, units)
+
+
+def recorded_workers(tools: Tools, record: ServiceRecord, units: Mapping[str, RunningUnit]) -> list[LiveWorker]:
+    """Clients for the workers of a service, all of whose ``units`` were found running."""
     hosts = tools.place(tuple(units)).hosts
     return [
         LiveWorker(worker=worker.worker, unit=units[worker.unit], host=hosts[worker.unit]) for worker in record.workers

@@ -9,6 +9,8 @@ from house.reruns import ATTEMPTS, Outcome, cases_in, failures, judge, lastfaile
 from house.say import call, say
 from house.setup import CACHE, ROOT, VENV
 
+ALLOW_SKIPS, RERUN = "--allow-skips", "--rerun"
+
 # Python without its suffix: named, or the tools pass them by.
 _SCRIPTS = ("run", "scripts/install-criu", "scripts/install-registry", "scripts/record-demo")
 
@@ -31,13 +33,18 @@ def check() -> int:
     return 1 if failed else 0
 
 
+def for_pytest(words: Sequence[str]) -> list[str]:
+    """Those of a test job's words that are pytest's."""
+    return [word for word in words if word not in (ALLOW_SKIPS, RERUN)]
+
+
 def test(words: Sequence[str]) -> int:
     """Run pytest, whose closing line comes last on standard output. Its exit status, or 1 for a skipped test.
 
     With `--rerun` failed tests that pass when run again leave status 0 if nothing else is amiss; they are named last.
     """
-    allow_skips, rerun = "--allow-skips" in words, "--rerun" in words
-    own = [word for word in words if word not in ("--allow-skips", "--rerun")]
+    allow_skips, rerun = ALLOW_SKIPS in words, RERUN in words
+    own = for_pytest(words)
     results = CACHE / "test"
     shutil.rmtree(results / "cache", ignore_errors=True)  # a failure of an earlier run is none of this one's
     command = own or ["--cov", "--cov-report=term-missing:skip-covered"]

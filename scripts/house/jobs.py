@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from house import image, kit, vllm
-from house.checks import check, test
+from house.checks import RERUN, check, for_pytest, test
 from house.say import Trouble, call, say
 from house.setup import CACHE, CRIU_PREFIX, ROOT, VENV, refuse_unless_of_kit, setup
 from house.vllmjobs import run_vllm_bundle, run_vllm_bundle_use, run_vllm_proof
@@ -80,10 +80,10 @@ def run_test(words: Sequence[str]) -> int:
     ./run test WORDS           those go to pytest; coverage is then not asked for
     """
     setup(extras=_ALL, with_criu=_root(), with_judges=_root())
-    if not all(word in ("--allow-skips", "--rerun") for word in words):
+    if for_pytest(words):
         return test(words)
     _checkpoint([])
-    real = vllm.test_in_process(again="--rerun" in words)
+    real = vllm.test_in_process(again=RERUN in words)
     status = test(words)
     say("the rest of tests/vllm, servers of a real vLLM, is not among these: ./run test-vllm")
     if real != 0:

@@ -44,10 +44,10 @@ def test_in_process(*, again: bool) -> int:
     except Trouble as trouble:
         say(f"NOT TESTED against a real vLLM: {trouble}")
         return 0
-    status = test(IN_PROCESS)
+    status = _pytest(python, IN_PROCESS)
     if status == 0 or not again:
         return status
-    if (status := test(["--last-failed", *IN_PROCESS])) == 0:
+    if (status := _pytest(python, ["--last-failed", *IN_PROCESS])) == 0:
         say("UNSTEADY TEST: those that failed against a real vLLM passed when they ran again; a defect to be mended")
     return status
 
@@ -59,6 +59,10 @@ def test(words: Sequence[str]) -> int:
     """
     with alone():
         python = environment()
+    return _pytest(python, words)
+
+
+def _pytest(python: Path, words: Sequence[str]) -> int:
     results = CACHE / "test-vllm"
     results.mkdir(parents=True, exist_ok=True)
     report = results / "junit.xml"

@@ -9,10 +9,9 @@ ended. Nothing that runs is touched.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coldsnap.core.artifact import ObjectRecord
@@ -282,9 +281,7 @@ def _overlay_problems(tools: Tools, loaded: LoadedArtifact, plugin: EnginePlugin
         return
     needed = required_features(driver, loaded.artifact.launch.execution)
     for problem in admit_features(needed, tools.probe(needed)):
-        yield dataclasses.replace(
-            problem, cure=f"leave --overlay out: {driver.value} freezes an overlay of {own.value}"
-        )
+        yield replace(problem, cure=f"leave --overlay out: {driver.value} freezes an overlay of {own.value}")
 
 
 def _count(tools: Tools, op: Operation, loaded: LoadedArtifact, plan: MaterializePlan, error: ColdsnapError) -> None:
